@@ -1,0 +1,39 @@
+PYTHON ?= python3
+LADDER := baseline.py $(sort $(wildcard speedup_*.py)) ddp_run.py
+
+help:
+	@echo 'make run       train with speedup_10_fused_adamw.py; ARGS="--steps 200" passes options on'
+	@echo 'make test      lint and run every test'
+	@echo 'make diff-03   what rung 03 changes, word by word; 01 to 10, and diff-ddp'
+
+run: .venv/run
+	.venv/bin/python speedup_10_fused_adamw.py $(ARGS)
+
+test: .venv/dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/python -m pytest $(ARGS)
+
+# The new docstring, then the diff of what follows it: two texts that share no sentence make no readable word diff.
+diff-%:
+	@before=; for file in $(LADDER); do \
+		case $$file in speedup_$*_*|$*_run.py) \
+			sed '/^"""$$/q' $$file; \
+			folder=$$(mktemp -d); \
+			for side in $$before $$file; do sed '1,/^"""$$/d' $$side > $$folder/$$side; done; \
+			cd $$folder && git --no-pager diff --no-index --word-diff=color $$before $$file; \
+			rm -r $$folder; exit 0;; \
+		esac; before=$$file; \
+	done; \
+	echo 'there is no rung $*: make diff-01 to diff-10, and diff-ddp' >&2; exit 1
+
+.venv/run: requirements.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -r requirements.txt
+	@touch $@
+
+.venv/dev: requirements-dev.txt .venv/run
+	.venv/bin/python -m pip install -r requirements-dev.txt
+	@touch $@
+
+.PHONY: help run test
