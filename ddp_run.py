@@ -155,7 +155,7 @@ class DataLoaderLite:
     """Consecutive batches of a UTF-8 text, tokenized once. Raises ValueError if it is no text, or under one batch."""
 
     def __init__(self, path, batch_size, seq_len, rank=0, world_size=1):
-        self.B, self.T, self.position = batch_size, seq_len, 0
+        self.B, self.T, self.position = batch_size, seq_len, batch_size * seq_len * rank
         self.rank, self.world_size = rank, world_size  # the ranks take turns: each reads every world_size-th batch
         text = Path(path).read_bytes().decode("utf-8")
         if "\0" in text:
@@ -169,10 +169,9 @@ class DataLoaderLite:
 
     def next_batch(self):
         """x and y, int64, (B, T) each, on the CPU. y is x shifted by one."""
-        if self.position + self.B * self.T * self.world_size + 1 > len(self.tokens):
-            self.position = 0
-        start = self.position + self.B * self.T * self.rank
-        tokens = torch.from_numpy(self.tokens[start : start + self.B * self.T + 1].astype(np.int64))
+        if self.position + self.B * self.T * (self.world_size - self.rank) + 1 > len(self.tokens):
+            self.position = self.B * self.T * self.rank
+        tokens = torch.from_numpy(self.tokens[self.position : self.position + self.B * self.T + 1].astype(np.int64))
         self.position += self.B * self.T * self.world_size
         return tokens[:-1].view(self.B, self.T), tokens[1:].view(self.B, self.T)
 
@@ -228,6 +227,7 @@ def main():
     if device.type == "cpu" and not args.model and not args.init_from:
         print("on a CPU the model is nano, 4 layers 128 wide, at T 128 (--model gpt2 trains GPT-2 all the same)")
         args.model = "nano"
+    torch.use_deterministic_algorithms(device.type == "cpu")  # one seed, one curve; on a GPU it would cost speed
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         torch.set_float32_matmul_precision("high")
     else:

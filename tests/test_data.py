@@ -1,0 +1,98 @@
+"""DataLoaderLite of every script, and the text and tokenizer that come with them."""
+
+import hashlib
+import os
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+from conftest import ROOT, SCRIPTS, load
+
+BATCH, LENGTH = 3, 5
+
+
+@pytest.fixture(scope="module")
+def short_text(tmp_path_factory):
+    """A text of 100 to 120 tokens: six batches of 15 tokens and a rest."""
+    path = tmp_path_factory.mktemp("text") / "short.txt"
+    path.write_bytes((ROOT / "input.txt").read_bytes()[:320])
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokens(short_text):
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(ROOT / "tokenizer"))
+    tokens = tiktoken.get_encoding("gpt2").encode_ordinary(short_text.read_text(encoding="utf-8"))
+    assert 91 < len(tokens) < 120 and len(tokens) % 15 not in (0, 1)
+    return tokens
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_batches_are_consecutive_shifted_and_start_over(script, short_text, tokens):
+    loader = load(script).DataLoaderLite(short_text, BATCH, LENGTH)
+    size, whole = BATCH * LENGTH, (len(tokens) - 1) // (BATCH * LENGTH)
+    for epoch in range(2):
+        for batch in range(whole):
+            x, y = loader.next_batch()
+            assert x.dtype == y.dtype == torch.int64
+            assert x.shape == y.shape == (BATCH, LENGTH)
+            assert x.flatten().tolist() == tokens[batch * size : (batch + 1) * size], (epoch, batch)
+            assert y.flatten().tolist() == tokens[batch * size + 1 : (batch + 1) * size + 1], (epoch, batch)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_text_of_exactly_one_batch_is_enough_and_one_token_less_is_not(script, short_text, tokens):
+    DataLoaderLite, length = load(script).DataLoaderLite, len(tokens) - 1
+    loader = DataLoaderLite(short_text, 1, length)
+    assert torch.equal(loader.next_batch()[0], loader.next_batch()[0])
+    with pytest.raises(ValueError, match=f"{length + 1} tokens, but B 1.* T {length + 1}.* need {length + 2}"):
+        DataLoaderLite(short_text, 1, length + 1)
+
+
+def test_two_ranks_share_out_the_batches_of_one(short_text, tokens):
+    DataLoaderLite = load("ddp_run.py").DataLoaderLite
+    one = DataLoaderLite(short_text, BATCH, LENGTH)
+    ranks = [DataLoaderLite(short_text, BATCH, LENGTH, rank, 2) for rank in (0, 1)]
+    rounds = (len(tokens) - 1) // (2 * BATCH * LENGTH)
+    first = [one.next_batch() for _ in range(2 * rounds)]
+    for epoch in range(2):
+        for turn in range(rounds):
+            for rank in (0, 1):
+                for mine, alone in zip(ranks[rank].next_batch(), first[2 * turn + rank], strict=True):
+                    assert torch.equal(mine, alone), (epoch, turn, rank)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_text_is_338025_tokens_kept_as_uint16(script):
+    tokens = load(script).DataLoaderLite(ROOT / "input.txt", 4, 1024).tokens
+    assert isinstance(tokens, np.ndarray) and tokens.dtype == np.uint16
+    assert len(tokens) == 338_025
+
+
+def test_the_text_is_read_byte_for_byte(tmp_path):
+    path = tmp_path / "mixed.txt"
+    path.write_bytes("Ünïcode, \r\nWindows lines\r\nand <|endoftext|> as plain text".encode() * 3)
+    loader = load("baseline.py").DataLoaderLite(path, 1, 4)
+    assert tiktoken.get_encoding("gpt2").decode_bytes(loader.tokens.tolist()) == path.read_bytes()
+
+
+def test_the_files_are_the_published_ones():
+    known = {
+        "input.txt": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+        "tokenizer/6d1cbeee0f20b3d9449abfede4726ed8212e3aee": (
+            "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+        ),
+        "tokenizer/6c7ea1a7e38e3a7f062df639a5b80947f075ffe6": (
+            "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+        ),
+    }
+    for name, digest in known.items():
+        assert hashlib.sha256((ROOT / name).read_bytes()).hexdigest() == digest, name
+
+
+def test_a_tokenizer_folder_of_the_users_own_is_respected(run, tmp_path):
+    done = run("baseline.py", "--steps", 1, TIKTOKEN_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 2  # nothing is there, and the network is refused
+    assert done.stderr.startswith("baseline.py: error: --data ")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,114 @@
+"""What a user can do wrong: one line on stderr, the right status, and nothing of theirs changed."""
+
+import re
+import resource
+import shutil
+import signal
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, SUMMARY, load
+
+WRONG = {
+    "no such file": (["--data", "nowhere.txt"], "nowhere.txt"),
+    "a folder": (["--data", "."], "directory"),
+    "empty": (["--data", "empty.txt"], "0 tokens, but B 4.* T 128.* need 513"),
+    "too short": (["--data", "short.txt"], "10 tokens, but B 4.* T 128.* need 513"),
+    "binary": (["--data", "binary.bin"], "utf-8"),
+    "NUL bytes": (["--data", "nul.bin"], "NUL"),
+    "not UTF-8": (["--data", "latin1.txt"], "utf-8"),
+    "T over 1024": (["--seq-len", "1025"], "1025 .* 1024"),
+    "T 0": (["--seq-len", "0"], "at least 1"),
+    "T -1": (["--seq-len", "-1"], "at least 1"),
+    "B 0": (["--batch-size", "0"], "at least 1"),
+    "B -4": (["--batch-size", "-4"], "at least 1"),
+    "B too large": (["--batch-size", "1000000"], "338025 tokens, but B 1000000"),
+    "no steps": (["--steps", "0"], "at least 1"),
+    "negative steps": (["--steps", "-1"], "at least 1"),
+    "steps no number": (["--steps", "many"], "many"),
+    "seed": (["--seed", str(2**64)], "--seed"),
+    "no such device": (["--device", "cuda:99"], "cuda:99"),
+    "unknown device": (["--device", "abacus"], "abacus"),
+    "unknown model": (["--model", "gpt5"], "gpt5"),
+    "unknown flag": (["--learning-rate", "1"], "--learning-rate"),
+}
+WRONG_TOTAL = {
+    "does not divide": (["--total-batch-size", "1000"], "1000 is no multiple of B 4 . T 128 . 1 ranks"),
+    "less than one micro-batch": (["--total-batch-size", "256"], "256 is no multiple"),
+    "total 0": (["--total-batch-size", "0"], "at least 1"),
+}
+
+
+def one_line(done, script, status, pattern):
+    assert done.returncode == status, (done.stdout, done.stderr)
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert re.match(rf"{script}: error: .*{pattern}", done.stderr, re.IGNORECASE), done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A user's folder, which must be the same afterwards."""
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "short.txt").write_text("To be, or not to be, that is")
+    (tmp_path / "binary.bin").write_bytes(bytes(range(256)) * 8)
+    (tmp_path / "nul.bin").write_bytes("To be, or not to be".encode("utf-16-le") * 400)
+    (tmp_path / "latin1.txt").write_bytes("fianc\xe9e ".encode("latin-1") * 4000)
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+    yield tmp_path
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == before
+
+
+CASES = [(script, case) for case in WRONG for script in ("baseline.py", "ddp_run.py")]
+
+
+@pytest.mark.parametrize("script, case", CASES + [("ddp_run.py", case) for case in WRONG_TOTAL])
+def test_bad_input(script, case, folder, monkeypatch, capfd):
+    """In this process, which saves the start of 40 others: main() ends by SystemExit whatever it is given."""
+    arguments, pattern = (WRONG | WRONG_TOTAL)[case]
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", [script, *arguments])
+    with pytest.raises(SystemExit) as exit:
+        load(script).main()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # main() sets its own
+    assert exit.value.code == 2
+    written = capfd.readouterr().err
+    assert len(written.splitlines()) == 1, written
+    assert re.match(rf"{script}: error: .*{pattern}", written, re.IGNORECASE), written
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_missing_file_in_a_process_of_its_own(run, script):
+    one_line(run(script, "--data", "nowhere.txt"), script, 2, "nowhere.txt")
+
+
+@pytest.mark.parametrize("script", ["baseline.py", "ddp_run.py"])
+def test_out_of_memory_names_b_and_t_and_the_flags(script, tmp_path, run):
+    # a process that may not have more than 6 GiB of addresses, and logits that take 62
+    shutil.copy(ROOT / "tests" / "offline" / "sitecustomize.py", tmp_path)
+    limit = f"\nimport resource\nresource.setrlimit(resource.RLIMIT_AS, ({6 * 2**30}, {resource.RLIM_INFINITY}))\n"
+    with (tmp_path / "sitecustomize.py").open("a") as file:
+        file.write(limit)
+    arguments = ["--batch-size", 300, "--seq-len", 1024, "--steps", 1]
+    if script == "ddp_run.py":
+        arguments += ["--total-batch-size", 300 * 1024]
+    done = run(script, *arguments, PYTHONPATH=str(tmp_path))
+    one_line(done, script, 1, "out of memory with B 300 and T 1024: lower --batch-size or --seq-len")
+
+
+def test_no_compiler(run, tmp_path):
+    done = run(
+        "speedup_05_compile.py", "--steps", 1, PATH=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")
+    )
+    one_line(done, "speedup_05_compile.py", 1, r"torch\.compile takes a C\+\+ compiler")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(run, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=16))
+    with torch.no_grad():
+        model.transformer.ln_f.bias[0] = float("inf")
+    model.save_pretrained(tmp_path)
+    done = run("baseline.py", "--init-from", tmp_path)
+    one_line(done, "baseline.py", 1, "the loss is not finite at step 0")
+    assert SUMMARY.search(done.stdout)

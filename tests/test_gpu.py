@@ -1,0 +1,55 @@
+"""What only a CUDA GPU can show: GPT-2 124M itself, with the defaults that a reader runs."""
+
+import math
+
+import pytest
+from conftest import SCRIPTS, SUMMARY
+
+pytestmark = pytest.mark.gpu
+
+
+def arguments(script):
+    return ["--total-batch-size", 8192] if script == "ddp_run.py" else []  # half a million tokens take a while
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_trains_gpt2_with_its_defaults(run, script):
+    done = run(script, "--steps", 20, *arguments(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert " gpt2 1" in done.stdout and "B 4 T 1024" in done.stdout
+    assert done.losses[0] == pytest.approx(math.log(50257), abs=0.25)
+    assert done.losses[-1] < done.losses[0] - 1
+    assert float(SUMMARY.search(done.stdout)["memory"]) > 124e6 * 16 / 2**30  # weights, gradients and two moments
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("script", ["speedup_10_fused_adamw.py", "ddp_run.py"])
+def test_the_other_compile_modes_train_alike(run, script, mode):
+    default = run(script, "--steps", 5, *arguments(script))
+    other = run(script, "--steps", 5, "--compile-mode", mode, *arguments(script), timeout=1200)
+    assert other.returncode == 0, other.stderr
+    assert other.losses == pytest.approx(default.losses, abs=0.02)
+
+
+def test_nccl_with_one_rank_gives_the_curve_without_it(run):
+    alone = run("ddp_run.py", "--steps", 5, "--total-batch-size", 8192)
+    ranks = run("ddp_run.py", "--steps", 5, "--total-batch-size", 8192, torchrun=1)
+    assert ranks.returncode == 0, ranks.stderr
+    assert ranks.losses == pytest.approx(alone.losses, abs=0.02)
+
+
+def test_more_ranks_than_gpus_is_refused(run):
+    import torch
+
+    done = run("ddp_run.py", torchrun=torch.cuda.device_count() + 1)
+    assert done.returncode != 0
+    assert "ddp_run.py: error: there is no cuda:" in done.stderr
+
+
+def test_out_of_memory_is_one_line(run):
+    done = run("baseline.py", "--model", "gpt2-xl", "--batch-size", 300, "--steps", 1)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "baseline.py: error: out of memory with B 300 and T 1024: lower --batch-size or --seq-len"
+    ]
