@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from conftest import STEP, load, since
+from conftest import SCRIPTS, STEP, load, since
 
 
 @pytest.fixture
@@ -42,6 +42,19 @@ def test_the_gradient_is_clipped_to_a_norm_of_1_before_the_step(watch, script):
     for line, step in zip(printed, seen, strict=True):
         assert float(line["norm"]) > 1.5  # the norm before clipping, and there was something to clip
         assert step["norm"] == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_step_starts_without_the_gradients_of_the_last(watch, script, monkeypatch):
+    forward, left_over = load(script).GPT.forward, []
+
+    def look(model, *args):
+        left_over.append(any(p.grad is not None and p.grad.any() for p in model.parameters()))
+        return forward(model, *args)
+
+    monkeypatch.setattr(load(script).GPT, "forward", look)
+    watch(script, steps=3, batch=2, length=16)
+    assert left_over == [False] * 3
 
 
 @pytest.mark.parametrize("script", since(8))
