@@ -3,7 +3,7 @@
 50257 is odd. GEMM kernels work on tiles of 8, 64 or 128 and want aligned rows: an odd edge costs a slower kernel for
 the largest matrix product of the model. 50304 = 393 * 128. The 47 extra tokens never occur in the data, and training
 learns to give them no probability. In a loaded checkpoint their rows are the mean of the others, which by Jensen's
-inequality moves the loss by less than ln(50304 / 50257) = 0.001. (Rows of zeros have logits of 0. GPT-2's own lie
+inequality moves the loss by at most ln(50304 / 50257), 0.0009. (Rows of zeros have logits of 0. GPT-2's own lie
 around -30 to -100: all the probability would go to tokens that do not exist.)
 
     git diff --no-index --word-diff speedup_06_flash_attn.py speedup_07_vocab_pad.py
@@ -124,7 +124,7 @@ class GPT(nn.Module):
             raise ValueError("not GPT-2: a parameter is missing or of another shape, or the head is not tied")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        for name in ("transformer.wte.weight", "lm_head.weight"):  # with their mean: see above
+        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad by their mean: zeros would outscore GPT-2
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
             state[name] = torch.cat([state[name], padding])
         c = hf.config

@@ -122,7 +122,7 @@ class GPT(nn.Module):
             raise ValueError("not GPT-2: a parameter is missing or of another shape, or the head is not tied")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        for name in ("transformer.wte.weight", "lm_head.weight"):  # with their mean: see above
+        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad by their mean: zeros would outscore GPT-2
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
             state[name] = torch.cat([state[name], padding])
         c = hf.config

@@ -1,8 +1,8 @@
 """Speed-up 10, fused AdamW: one kernel updates many tensors, and only matrices decay.
 
-AdamW as it comes goes over each tensor with a handful of kernels, each one a trip through memory. fused=True does the
-whole update of many tensors in one kernel: every number is read once and written once. Weight decay 0.1 now acts on the
-matrices and embeddings alone; pulling biases and LayerNorm gains to zero regularises nothing.
+AdamW as it comes runs a kernel per operation of its formula, over many tensors at a time; each kernel is a trip
+through memory. fused=True does the whole formula in one: every number is read once and written once. Weight decay 0.1
+now acts on the matrices and embeddings alone; pulling biases and LayerNorm gains to zero regularises nothing.
 
     git diff --no-index --word-diff speedup_09_cosine_lr.py speedup_10_fused_adamw.py
 """
@@ -131,7 +131,7 @@ class GPT(nn.Module):
             raise ValueError("not GPT-2: a parameter is missing or of another shape, or the head is not tied")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        for name in ("transformer.wte.weight", "lm_head.weight"):  # with their mean: see above
+        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad by their mean: zeros would outscore GPT-2
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
             state[name] = torch.cat([state[name], padding])
         c = hf.config
