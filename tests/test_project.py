@@ -71,7 +71,7 @@ def test_the_readme_counts_the_changed_lines_right(tmp_path):
     "number, text", [("03", "torch.autocast"), ("10", "fused=True"), ("ddp", "DistributedDataParallel")]
 )
 def test_make_diff_shows_a_rung_against_the_one_before(number, text):
-    done = subprocess.run(["make", f"diff-{number}"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["make", "--no-print-directory", f"diff-{number}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     docstring, diff = done.stdout.split("\x1b", 1)
     assert docstring.startswith('"""') and "+++ b/" in diff
