@@ -4,6 +4,7 @@ LADDER := baseline.py $(sort $(wildcard speedup_*.py)) ddp_run.py
 help:
 	@echo 'make run       train with speedup_10_fused_adamw.py; ARGS="--steps 200" passes options on'
 	@echo 'make test      lint and run every test'
+	@echo 'make readme    write the table of rungs into README.md from ladder.toml'
 	@echo 'make diff-03   what rung 03 changes, word by word; 01 to 10, and diff-ddp'
 
 run: .venv/run
@@ -13,6 +14,9 @@ test: .venv/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest $(ARGS)
+
+readme: .venv/dev
+	.venv/bin/python tools/ladder.py
 
 # The new docstring, then the diff of what follows it: two texts that share no sentence make no readable word diff.
 diff-%:
@@ -36,4 +40,4 @@ diff-%:
 	.venv/bin/python -m pip install -r requirements-dev.txt
 	@touch $@
 
-.PHONY: help run test
+.PHONY: help readme run test

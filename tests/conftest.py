@@ -6,13 +6,13 @@ import re
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from ladder import ROOT, read_ladder
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["baseline.py", *sorted(path.name for path in ROOT.glob("speedup_*.py")), "ddp_run.py"]
+RUNGS = {rung.file: rung for rung in read_ladder()}
+SCRIPTS = list(RUNGS)
 STEP = re.compile(
     r"step (?P<step>[ \d]{4}) \| loss (?P<loss>\d+\.\d{6}) \| "
     r"(?:lr (?P<lr>\d\.\d{4}e-\d\d) \| )?(?:norm (?P<norm>\d+\.\d{4}) \| )?"
@@ -30,9 +30,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
 
 
-def since(number, end=12):
-    """The scripts from a number of the ladder on: 0 is baseline.py, 11 is ddp_run.py."""
-    return SCRIPTS[number:end]
+def since(number, end=None):
+    """The scripts that stand on a rung of the ladder, and not on a later one: 0 is baseline.py, 11 is ddp_run.py."""
+
+    def stands_on(script, rung):
+        return script == SCRIPTS[rung] or (script is not None and stands_on(RUNGS[script].before, rung))
+
+    return [script for script in SCRIPTS if stands_on(script, number) and not (end and stands_on(script, end))]
 
 
 @cache

@@ -1,0 +1,216 @@
+"""The diff proof: each script is the one before it, byte for byte, but for the definitions that ladder.toml names."""
+
+import ast
+import difflib
+import io
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import tokenize
+from collections import Counter
+
+import pytest
+from conftest import ROOT, RUNGS
+from ladder import changed_lines, split, with_table
+
+DIFFS = [script for script, rung in RUNGS.items() if rung.before]
+
+
+def source(script, root=ROOT):
+    return (root / script).read_bytes().decode("utf-8")  # no line ending is translated
+
+
+def parts(text):
+    """The definitions of a script, in order: {name: (syntax tree, text)}. A class is its head, then its methods.
+
+    A part's text begins where that of the one before ends: every byte after the docstring is in exactly one.
+    """
+    body = ast.parse(text).body
+    lines, start, found = text.splitlines(keepends=True), body.pop(0).end_lineno, {}
+    for node in body:
+        methods = [child for child in getattr(node, "body", []) if isinstance(child, ast.FunctionDef)]
+        if not isinstance(node, ast.ClassDef) or not methods:
+            pieces = [(name_of(node), node, node.end_lineno)]
+        else:
+            node.body = [child for child in node.body if child not in methods]
+            pieces = [(node.name, node, node.body[-1].end_lineno if node.body else node.lineno)]
+            pieces += [(f"{node.name}.{method.name}", method, method.end_lineno) for method in methods]
+        for name, piece, end in pieces:
+            tree, before = found.get(name, ("", ""))
+            found[name] = tree + ast.dump(piece), before + "".join(lines[start:end])
+            start = end
+    assert "".join(lines[start:]) == "", "the main guard is not the end"
+    return found
+
+
+def name_of(node):
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return "imports"
+    return getattr(node, "name", None) or ast.unparse(node).splitlines()[0].split(" = ")[0]
+
+
+def code(text):
+    """The code of each line, without comments, white space and the commas that re-wrapping adds."""
+    lines = [""] * len(text.splitlines())
+    layout = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in layout:
+            lines[token.start[0] - 1] += token.string + " "
+    return lines
+
+
+def same_code(before, after):
+    return [re.sub(r", (?=[)\]}])", "", "".join(lines)) for lines in (before, after)]
+
+
+def variables(text):
+    """How often each name occurs that a definition binds: its arguments, variables and attributes."""
+    bound, count = set(), Counter()
+    for node in ast.walk(ast.parse(textwrap.dedent(text))):
+        name = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
+        if isinstance(node, (ast.Name, ast.Attribute, ast.arg)):
+            count[name] += 1
+            if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store):
+                bound.add(name)
+    return {name: count[name] for name in bound}
+
+
+def complaints(rung, before, after):
+    """All in which `after`, the text of a rung, is more, or other, than `before` and what the rung's row allows."""
+    old, new = parts(before), parts(after)
+    changed = {name for name in old | new if old.get(name, " ")[0] != new.get(name, " ")[0]}
+    yield from (f"{name} differs, and its row does not say so" for name in changed - set(rung.touches))
+    yield from (f"{name} is the same, and its row says that it differs" for name in set(rung.touches) - changed)
+    for name in (old.keys() & new.keys()) - changed:
+        if old[name][1] != new[name][1]:
+            yield f"{name}: only comments or layout differ"
+    if [name for name in old if name in new] != [name for name in new if name in old]:
+        yield "definitions were moved"
+
+    for name in changed & old.keys() & new.keys():
+        was, now = variables(old[name][1]), variables(new[name][1])
+        for lost, gained in ((x, y) for x in was.keys() - now for y in now.keys() - was if was[x] == now[y]):
+            yield f"{name}: {lost} was renamed {gained}"
+    before, after = split(before)[1], split(after)[1]
+    lines, bare = (before.splitlines(), after.splitlines()), (code(before), code(after))
+    removed, added = set(), set()
+    for tag, i, j, k, m in difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes():
+        if tag != "equal":
+            minus, plus = same_code(bare[0][i:j], bare[1][k:m])
+            if minus == plus:
+                yield f"only comments or layout differ at: {(lines[0][i:j] + lines[1][k:m])[0].strip()}"
+            removed |= set(lines[0][i:j])
+            added |= set(lines[1][k:m])
+    yield from (f"moved: {line.strip()}" for line in removed & added if line.strip())
+
+
+@pytest.mark.parametrize("script", DIFFS)
+def test_a_rung_differs_from_the_one_before_in_its_idea_alone(script):
+    rung = RUNGS[script]
+    assert list(complaints(rung, source(rung.before), source(script))) == []
+
+
+@pytest.mark.parametrize("script", DIFFS)
+def test_its_diff_is_within_its_limit(script):
+    assert 1 <= sum(changed_lines(RUNGS[script].before, script)) <= RUNGS[script].limit
+
+
+@pytest.mark.parametrize("script", DIFFS)
+def test_its_docstring_names_the_diff(script):
+    docstring = ast.get_docstring(ast.parse(source(script)))
+    assert f"git diff --no-index --word-diff {RUNGS[script].before} {script}" in docstring
+
+
+FETCH = "            x, y = (t.to(device) for t in loader.next_batch())\n"
+ZERO = "            optimizer.zero_grad()\n"
+STEPS = '    parser.add_argument("--steps", type=int, default=50, help="default 50")\n'
+CLOCK = "    # Python only queues the GPU's work: a clock that does not wait for it reads how fast it is queued\n"
+LAYOUT = "only comments or layout differ"
+BREACHES = {
+    "an idea elsewhere": ("05_compile", re.escape("idx.size(1)"), "idx.shape[1]", "GPT.forward differs"),
+    "a constant": ("02_tf32", "std=0.02", "std=0.2", "GPT._init_weights differs"),
+    "a class attribute": ("03_bf16", "n_layer: int = 12", "n_layer: int = 24", "GPTConfig differs"),
+    "a table": ("04_residual_init", "n_layer=36", "n_layer=35", "MODELS differs"),
+    "an import": ("06_flash_attn", "import math\n", "import json\nimport math\n", "imports differs"),
+    "a function renamed": ("09_cosine_lr", "peak_memory", "max_memory", "max_memory differs"),
+    "a function added": ("04_residual_init", "def main", "def more():\n    pass\n\n\ndef main", "more differs"),
+    "a variable renamed": ("06_flash_attn", r"\btext\b", "string", "DataLoaderLite.__init__ differs"),
+    "a variable renamed beside the idea": ("08_adamw_clip", r"\bloader\b", "batches", "loader was renamed batches"),
+    "an argument renamed beside the idea": ("06_flash_attn", r"\bx\b", "z", "x was renamed z"),
+    "a function moved": ("07_vocab_pad", r"(?s)(class MLP.*?)(class Block.*?)(class GPT\()", r"\2\1\3", "were moved"),
+    "a line moved beside the idea": ("08_adamw_clip", re.escape(FETCH + ZERO), ZERO + FETCH, "moved: "),
+    "a line wrapped": ("01_weight_tying", r"(return self.c_proj\()(.*)\)\n", r"\1\n\2,)\n", LAYOUT),
+    "a line wrapped beside the idea": ("02_tf32", re.escape(STEPS), STEPS.replace("(", "(\n"), LAYOUT),
+    "a comment changed": ("10_fused_adamw", "# of tokens", "# for tokens", LAYOUT),
+    "a comment wrapped beside the idea": ("05_compile", CLOCK, CLOCK.replace(": ", ":\n    # "), LAYOUT),
+    "a space at a line's end": ("03_bf16", "class Block.*", r"\g<0> ", LAYOUT),
+    "the idea lost": ("01_weight_tying", r" +self.transformer.wte.weight = .*\n", "", "is the same, and its row says"),
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_a_breach_is_seen(breach):
+    name, pattern, replacement, expected = BREACHES[breach]
+    rung = RUNGS[f"speedup_{name}.py"]
+    text = source(rung.file)
+    broken = re.sub(pattern, replacement, text)
+    assert broken != text
+    found = list(complaints(rung, source(rung.before), broken))
+    assert any(expected in complaint for complaint in found), found
+
+
+def test_a_diff_over_its_limit_is_seen(tmp_path):
+    rung = RUNGS["speedup_02_tf32.py"]
+    shutil.copy(ROOT / rung.before, tmp_path)
+    text = source(rung.file).replace("def main():\n", "def main():\n" + "    pass\n" * 3)
+    (tmp_path / rung.file).write_text(text)
+    assert sum(changed_lines(rung.before, rung.file, tmp_path)) == 7 > rung.limit
+
+
+def test_the_readme_has_the_table():
+    readme = source("README.md")
+    assert with_table(readme) == readme, "make readme"
+
+
+TWELFTH = '''"""Speed-up 11, cooler start: a trial.
+
+    git diff --no-index --word-diff speedup_10_fused_adamw.py speedup_11_trial.py
+"""
+'''
+ROW = """
+[[rung]]
+file = "speedup_11_trial.py"
+before = "speedup_10_fused_adamw.py"
+idea = "a trial"
+touches = ["main"]
+limit = 2
+why = "never"
+when_not = "always"
+"""
+
+
+def test_a_new_idea_takes_a_file_and_a_row(tmp_path):
+    """On a copy of the project: with them and `make readme`, what is proven of every script is of the new one too."""
+    root = tmp_path / "ladder"
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    idea = split(source("speedup_10_fused_adamw.py"))[1].replace("optimizer.zero_grad()", "optimizer.zero_grad(True)")
+    (root / "speedup_11_trial.py").write_text(TWELFTH + idea, encoding="utf-8")
+    with (root / "ladder.toml").open("a", encoding="utf-8") as file:
+        file.write(ROW)
+    subprocess.run([sys.executable, "tools/ladder.py"], cwd=root, check=True)
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert "| [`speedup_11_trial.py`](speedup_11_trial.py) | a trial | +1 −1 in `main` | never | always |" in readme
+
+    def proofs(which):
+        command = [sys.executable, "-m", "pytest", "-v", "tests/test_ladder.py", "tests/test_model.py", "-k", which]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True)
+
+    done = proofs("trial or readme")
+    assert done.returncode == 0, done.stdout
+    for test in ("within_its_limit", "idea_alone", "never_changes_an_earlier_logit"):
+        assert f"{test}[speedup_11_trial.py] PASSED" in done.stdout, test
+    (root / "ladder.toml").write_text(source("ladder.toml") + ROW.replace('["main"]', "[]"), encoding="utf-8")
+    done = proofs("alone and trial")
+    assert done.returncode == 1 and "main differs, and its row does not say so" in done.stdout, done.stdout

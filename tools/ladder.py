@@ -1,0 +1,84 @@
+"""The ladder as ladder.toml lists it. Run as a program, it writes the README's table from it."""
+
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- the ladder, written by `make readme` from ladder.toml -->\n", "<!-- end of the ladder -->\n"
+HEAD = """
+| file | idea | lines | why it is faster | when it is not |
+| --- | --- | --- | --- | --- |
+"""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A row of ladder.toml, which says what each field is. `before` is None for the foot of the ladder alone."""
+
+    file: str
+    idea: str
+    before: str | None = None
+    touches: tuple[str, ...] = ()
+    limit: int = 0
+    why: str = ""
+    when_not: str = ""
+
+
+def read_ladder(root=ROOT):
+    """The rungs in order. Raises TypeError for a field that no row has, ValueError for a `before` not further up."""
+    rungs = []
+    for row in tomllib.loads((root / "ladder.toml").read_text(encoding="utf-8"))["rung"]:
+        row = {"before": rungs[-1].file if rungs else None} | row | {"touches": tuple(row.get("touches", ()))}
+        if row["before"] not in ([rung.file for rung in rungs] or [None]):
+            raise ValueError(f"ladder.toml: {row['file']} comes before {row['before']}, which it is a diff from")
+        rungs.append(Rung(**row))
+    return rungs
+
+
+def split(source):
+    """A script as (its docstring, all that follows). The docstring is each file's own; a diff is of what follows."""
+    head, mark, rest = source.partition('\n"""\n')
+    return head + mark, rest
+
+
+def changed_lines(before, after, root=ROOT):
+    """How many lines git counts as added and removed between two scripts, docstrings left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        sides = [Path(folder) / side for side in ("before", "after")]
+        for side, script in zip(sides, (before, after), strict=True):
+            side.write_text(split((root / script).read_text(encoding="utf-8"))[1], encoding="utf-8")
+        command = ["git", "diff", "--no-index", "--numstat", *sides]
+        added, removed, _ = subprocess.run(command, capture_output=True, text=True).stdout.split("\t")
+    return int(added), int(removed)
+
+
+def table(root=ROOT):
+    """The README's table, in Markdown."""
+    rows = []
+    for rung in read_ladder(root):
+        lines = ""
+        if rung.before:
+            added, removed = changed_lines(rung.before, rung.file, root)
+            lines = f"+{added} −{removed} in {', '.join(f'`{name}`' for name in rung.touches)}"
+        cells = f"[`{rung.file}`]({rung.file})", rung.idea, lines, rung.why, rung.when_not
+        rows.append(f"| {' | '.join(cells)} |\n")
+    return HEAD + "".join(rows) + "\n"
+
+
+def with_table(readme, root=ROOT):
+    """The README's text with the table as it is now."""
+    start, end = readme.index(BEGIN) + len(BEGIN), readme.index(END)
+    return readme[:start] + table(root) + readme[end:]
+
+
+if __name__ == "__main__":
+    path = ROOT / "README.md"
+    path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
