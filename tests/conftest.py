@@ -1,15 +1,22 @@
-"""What the tests share: the list of scripts, a script as a module, and a script run as a user runs it."""
+"""What the tests share: the list of scripts, a script as a module, watched from inside, or run as a user runs it."""
 
+import contextlib
 import importlib.util
+import io
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ladder import ROOT, read_ladder
+from torch import nn
 
 RUNGS = {rung.file: rung for rung in read_ladder()}
 SCRIPTS = list(RUNGS)
@@ -56,10 +63,109 @@ def nano(script, seed=1337):
     return module.GPT(module.MODELS["nano"])
 
 
+def save_gpt2(folder, change=None, **config):
+    """A small random GPT-2 of transformers, saved to a folder: (the folder, the model)."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64}
+    model = GPT2LMHeadModel(GPT2Config(**shape | config)).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # biases too: zeros would hide one that is lost
+            p.normal_(mean=float("ln_" in name and name.endswith("weight")), std=0.2)
+        if change:
+            change(model)
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@dataclass
+class Step:
+    """A step of main(), seen from inside."""
+
+    events: list = field(default_factory=list)  # sync, clock, batch, forward, step, in the order they came
+    logits: list = field(default_factory=list)  # of each micro-step
+    losses: list = field(default_factory=list)
+    before: dict = field(default_factory=dict)  # name -> weight, as the optimizer found it
+    grads: dict = field(default_factory=dict)  # name -> gradient, as the optimizer was given it
+    after: dict = field(default_factory=dict)  # name -> weight, as the optimizer left it
+    groups: list = field(default_factory=list)  # the settings of the optimizer's groups
+    printed: dict = field(default_factory=dict)  # the fields of the printed line
+
+    @property
+    def norm(self):
+        return torch.stack([grad.norm() for grad in self.grads.values()]).norm().item()
+
+
+def watch(script, *args, device="cpu", compiled=False, autocast=True, **environment):
+    """Run a script's main() in this process and return its steps; unless told, torch.compile is left out."""
+    module, steps, models = load(script), [Step()], []
+
+    def seen(event, function):
+        def call(*args, **kwargs):
+            steps[-1].events.append(event)
+            return function(*args, **kwargs)
+
+        return call
+
+    def forward(model, *inputs):
+        models[:] = [model]
+        steps[-1].events.append("forward")
+        logits, loss = nn.Module.__call__(model, *inputs)
+        steps[-1].logits.append(logits.detach().clone())
+        steps[-1].losses.append(loss.item())
+        return logits, loss
+
+    def update(optimizer, *args, **kwargs):
+        step, parameters = steps[-1], dict(models[0].named_parameters())
+        step.events.append("step")
+        step.groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        step.before = {name: p.detach().clone() for name, p in parameters.items()}
+        step.grads = {name: p.grad.clone() for name, p in parameters.items()}
+        original(optimizer, *args, **kwargs)
+        step.after = {name: p.detach().clone() for name, p in parameters.items()}
+
+    def clock():
+        steps[-1].events.append("clock")
+        if steps[-1].events.count("clock") == 2:
+            steps.append(Step())
+        return time.perf_counter()
+
+    original, output = torch.optim.AdamW.step, io.StringIO()
+    torch.set_float32_matmul_precision("highest")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+        patch.setattr(module.GPT, "__call__", forward)
+        patch.setattr(torch.optim.AdamW, "step", update)
+        patch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
+        for kind in (torch.cpu, torch.accelerator):
+            patch.setattr(kind, "synchronize", seen("sync", kind.synchronize))
+        patch.setattr(module.DataLoaderLite, "next_batch", seen("batch", module.DataLoaderLite.next_batch))
+        if not compiled:
+            patch.setattr(nn.Module, "compile", lambda *args, **kwargs: None)
+        if not autocast:
+            patch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr("sys.argv", [script, "--device", device, *map(str, args)])
+        try:
+            module.main()
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # main() sets its own
+    steps.pop()  # what came after the last step's second clock
+    for step, line in zip(steps, STEP.finditer(output.getvalue()), strict=True):
+        step.printed = line.groupdict()
+    return steps
+
+
 @pytest.fixture(scope="session")
-def run(tmp_path_factory):
+def inductor_cache(tmp_path_factory):
+    """Where torch.compile keeps what it made. All runs share it, as they do on a user's machine."""
+    return str(tmp_path_factory.mktemp("inductor"))
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory, inductor_cache):
     """Run a script (or a list of words) in a process of its own: no network, an empty home, another folder."""
-    compiled = tmp_path_factory.mktemp("inductor")  # what torch.compile made is shared, as on a user's machine
 
     def run(script, *args, torchrun=None, folder=ROOT, timeout=600, **environment):
         home = tmp_path_factory.mktemp("home")
@@ -68,7 +174,7 @@ def run(tmp_path_factory):
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={torchrun}"]
             command[1:1] = launcher
         env = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT / "tests" / "offline")}
-        env |= {"TORCHINDUCTOR_CACHE_DIR": str(compiled), "OMP_NUM_THREADS": "2"} | environment
+        env |= {"TORCHINDUCTOR_CACHE_DIR": inductor_cache, "OMP_NUM_THREADS": "2"} | environment
         done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=timeout)
         done.left_behind = sorted(path.name for path in home.iterdir())
         done.steps = [match.groupdict() for match in STEP.finditer(done.stdout)]

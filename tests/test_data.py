@@ -50,6 +50,17 @@ def test_a_text_of_exactly_one_batch_is_enough_and_one_token_less_is_not(script,
         DataLoaderLite(short_text, 1, length + 1)
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_last_batch_that_ends_with_the_text_is_read(script, tmp_path):
+    path = tmp_path / "31 tokens.txt"
+    path.write_text(" ".join(map(str, range(31))))
+    loader = load(script).DataLoaderLite(path, BATCH, LENGTH)
+    assert len(loader.tokens) == 2 * BATCH * LENGTH + 1
+    first, second, third = (loader.next_batch()[1] for _ in range(3))
+    assert second[-1, -1] == loader.tokens[-1]
+    assert torch.equal(third, first)
+
+
 def test_two_ranks_share_out_the_batches_of_one(short_text, tokens):
     DataLoaderLite = load("ddp_run.py").DataLoaderLite
     one = DataLoaderLite(short_text, BATCH, LENGTH)

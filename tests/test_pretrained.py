@@ -4,28 +4,12 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, load, since
-from transformers import GPT2Config, GPT2LMHeadModel
-
-SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64}
-
-
-def save(folder, change=None, **config):
-    """A random GPT-2 in a folder, and the same model in memory."""
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**{**SHAPE, **config})).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():  # biases too: zeros would hide one that is lost
-            p.normal_(mean=float("ln_" in name and name.endswith("weight")), std=0.2)
-        if change:
-            change(model)
-    model.save_pretrained(folder)
-    return folder, model
+from conftest import ROOT, SCRIPTS, load, save_gpt2, since
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("gpt2"))
+    return save_gpt2(tmp_path_factory.mktemp("gpt2"))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +50,7 @@ def test_the_loss_is_right_where_logits_are_far_below_zero_as_gpt2s_are(script, 
         model.transformer.wte.weight[:, 0] = 1.0  # one feature that every token shares
         model.transformer.ln_f.weight[0], model.transformer.ln_f.bias[0] = 0.0, -60.0
 
-    folder, theirs = save(tmp_path, lower)
+    folder, theirs = save_gpt2(tmp_path, lower)
     targets = ids.roll(-1, dims=1)
     with torch.no_grad():
         logits = theirs(ids).logits
@@ -86,7 +70,7 @@ def test_a_run_starts_from_the_folder_and_takes_its_shape(run, checkpoint):
 
 
 def test_nano_weights_fit_nano_and_gpt2_weights_do_not(run, tmp_path):
-    folder, _ = save(tmp_path / "nano", n_layer=4, n_head=4, n_embd=128, n_positions=1024)
+    folder, _ = save_gpt2(tmp_path / "nano", n_layer=4, n_head=4, n_embd=128, n_positions=1024)
     done = run("baseline.py", "--model", "nano", "--init-from", folder, "--steps", 1)
     assert done.returncode == 0, done.stderr
     assert "B 4 T 128" in done.stdout
@@ -112,7 +96,7 @@ def no_weights(folder):
 
 @pytest.mark.parametrize("damage", [garbage, cut_short, other_shapes, no_weights])
 def test_a_damaged_folder_is_one_clear_error(run, tmp_path, damage):
-    folder, _ = save(tmp_path / "gpt2")
+    folder, _ = save_gpt2(tmp_path / "gpt2")
     damage(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     refused(run("baseline.py", "--init-from", folder))
@@ -124,8 +108,8 @@ def test_weights_that_do_not_fit_are_one_clear_error(run, tmp_path, checkpoint):
         run("baseline.py", "--model", "nano", "--init-from", checkpoint[0]), "its shape is not that of --model nano"
     )
     for script in ("baseline.py", "speedup_07_vocab_pad.py"):
-        refused(run(script, "--init-from", save(tmp_path / "vocabulary", vocab_size=1000)[0]), "size mismatch")
-    refused(run("baseline.py", "--init-from", save(tmp_path / "untied", tie_word_embeddings=False)[0]), "not tied")
+        refused(run(script, "--init-from", save_gpt2(tmp_path / "vocabulary", vocab_size=1000)[0]), "size mismatch")
+    refused(run("baseline.py", "--init-from", save_gpt2(tmp_path / "untied", tie_word_embeddings=False)[0]), "not tied")
     refused(run("baseline.py", "--init-from", checkpoint[0], "--seq-len", 65), "64 positions", flag="--seq-len 65 ")
     refused(run("baseline.py", "--init-from", tmp_path / "nowhere"))
     refused(run("baseline.py", "--init-from", ROOT / "tests"))

@@ -1,51 +1,48 @@
 """The training loop of the scripts, watched from inside: what the optimizer is given, and when."""
 
 import math
-import signal
+import re
+import socket
 
 import pytest
 import torch
-from conftest import SCRIPTS, STEP, load, since
+from conftest import SCRIPTS, load, nano, since, watch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 
-@pytest.fixture
-def watch(monkeypatch, capsys):
-    """Run a script's main() here, uncompiled, and return its printed steps and what each AdamW step saw."""
-
-    def watch(script, steps, batch=4, length=32, total=None):
-        seen = []
-        step = torch.optim.AdamW.step
-
-        def record(optimizer, *a, **kw):
-            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])).item()
-            seen.append({"groups": groups, "norm": norm})
-            return step(optimizer, *a, **kw)
-
-        monkeypatch.setattr(torch.optim.AdamW, "step", record)
-        monkeypatch.setattr(torch.nn.Module, "compile", lambda *a, **kw: None)
-        args = ["--steps", steps, "--batch-size", batch, "--seq-len", length, "--device", "cpu"]
-        if script == "ddp_run.py":
-            args += ["--total-batch-size", total or batch * length]
-        monkeypatch.setattr("sys.argv", [script, *map(str, args)])
-        load(script).main()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        return [match.groupdict() for match in STEP.finditer(capsys.readouterr().out)], seen
-
-    return watch
-
-
-@pytest.mark.parametrize("script", since(8))
-def test_the_gradient_is_clipped_to_a_norm_of_1_before_the_step(watch, script):
-    printed, seen = watch(script, steps=3)
-    for line, step in zip(printed, seen, strict=True):
-        assert float(line["norm"]) > 1.5  # the norm before clipping, and there was something to clip
-        assert step["norm"] == pytest.approx(1.0, abs=1e-4)
+def train(script, steps, *args, batch=4, length=32, total=None, **environment):
+    """The steps of a short run of nano."""
+    args += ("--steps", steps, "--batch-size", batch, "--seq-len", length)
+    if script in since(11):
+        args += ("--total-batch-size", total or batch * length)
+    return watch(script, *args, **environment)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_each_step_starts_without_the_gradients_of_the_last(watch, script, monkeypatch):
+def test_a_run_starts_from_the_weights_of_its_seed(script):
+    for seed in (1337, 7):
+        (step,) = train(script, 1, "--seed", seed, batch=1, length=8)
+        expected = dict(nano(script, seed).named_parameters())
+        assert step.before.keys() == expected.keys()
+        assert all(torch.equal(step.before[name], p) for name, p in expected.items())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_clock_is_read_when_the_device_has_finished(script):
+    for step in train(script, 2, batch=1, length=8):
+        assert step.events == ["sync", "clock", "batch", "forward", "step", "sync", "clock"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_tokens_are_counted_per_second(script):
+    for step in train(script, 2, batch=2, length=16):
+        seconds, rate = float(step.printed["ms"]) / 1000, float(step.printed["rate"].replace(",", ""))
+        assert rate == pytest.approx(2 * 16 / seconds, rel=1e-2)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_step_starts_without_the_gradients_of_the_last(script, monkeypatch):
     forward, left_over = load(script).GPT.forward, []
 
     def look(model, *args):
@@ -53,12 +50,19 @@ def test_each_step_starts_without_the_gradients_of_the_last(watch, script, monke
         return forward(model, *args)
 
     monkeypatch.setattr(load(script).GPT, "forward", look)
-    watch(script, steps=3, batch=2, length=16)
+    train(script, 3, batch=2, length=16)
     assert left_over == [False] * 3
 
 
 @pytest.mark.parametrize("script", since(8))
-def test_a_norm_under_1_is_left_alone(watch, script, monkeypatch):
+def test_the_gradient_is_clipped_to_a_norm_of_1_before_the_step(script):
+    for step in train(script, 3):
+        assert float(step.printed["norm"]) > 1.5  # the norm before clipping, and there was something to clip
+        assert step.norm == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("script", since(8))
+def test_a_norm_under_1_is_left_alone(script, monkeypatch):
     forward = load(script).GPT.forward
 
     def flatter(*args):
@@ -66,9 +70,9 @@ def test_a_norm_under_1_is_left_alone(watch, script, monkeypatch):
         return logits, loss / 100
 
     monkeypatch.setattr(load(script).GPT, "forward", flatter)
-    printed, seen = watch(script, steps=1)
-    assert 0 < float(printed[0]["norm"]) < 0.5
-    assert seen[0]["norm"] == pytest.approx(float(printed[0]["norm"]), abs=1e-4)
+    (step,) = train(script, 1)
+    assert 0 < float(step.printed["norm"]) < 0.5
+    assert step.norm == pytest.approx(float(step.printed["norm"]), abs=1e-4)
 
 
 @pytest.mark.parametrize("script", since(9))
@@ -86,33 +90,18 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine(script):
 
 
 @pytest.mark.parametrize("script", since(9))
-def test_the_printed_rate_is_the_one_the_step_is_taken_with(watch, script):
-    printed, seen = watch(script, steps=14, batch=2, length=8)
+def test_the_printed_rate_is_the_one_the_step_is_taken_with(script):
     get_lr = load(script).get_lr
-    for number, (line, step) in enumerate(zip(printed, seen, strict=True)):
-        assert {group["lr"] for group in step["groups"]} == {get_lr(number, 14)}
-        assert float(line["lr"]) == pytest.approx(get_lr(number, 14), rel=1e-4)
-
-
-def test_the_optimizer_settings_of_each_rung(watch):
-    def groups(number):
-        return watch(since(number)[0], steps=1, length=8)[1][0]["groups"]
-
-    (group,) = groups(7)
-    assert (group["lr"], group["betas"], group["weight_decay"]) == (3e-4, (0.9, 0.999), 0.01)
-    (group,) = groups(8)
-    assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.9, 0.95), 1e-8)
-    for number in (10, 11):
-        decay, rest = groups(number)
-        assert (decay["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
-        for group in (decay, rest):
-            assert (group["betas"], group["eps"], group["fused"]) == ((0.9, 0.95), 1e-8, True)
+    for number, step in enumerate(train(script, 14, batch=2, length=8)):
+        assert {group["lr"] for group in step.groups} == {get_lr(number, 14)}
+        assert float(step.printed["lr"]) == pytest.approx(get_lr(number, 14), rel=1e-4)
 
 
 @pytest.mark.parametrize("script", since(10))
 def test_only_matrices_decay(script, capsys):
     module = load(script)
-    model = module.GPT(module.MODELS["gpt2"])
+    with torch.device("meta"):
+        model = module.GPT(module.MODELS["gpt2"])
     decay, rest = (group["params"] for group in model.configure_optimizers().param_groups)
     assert (len(decay), sum(p.numel() for p in decay)) == (50, 124_354_560)
     assert (len(rest), sum(p.numel() for p in rest)) == (98, 121_344)
@@ -125,8 +114,39 @@ def test_only_matrices_decay(script, capsys):
 
 
 @pytest.mark.parametrize("batch", [4, 2, 1])
-def test_micro_steps_add_up_to_the_gradient_of_the_whole_batch(watch, batch):
-    whole, _ = watch("ddp_run.py", steps=3, batch=8, total=256)
-    parts, _ = watch("ddp_run.py", steps=3, batch=batch, total=256)
-    assert [float(line["loss"]) for line in parts] == pytest.approx([float(line["loss"]) for line in whole], abs=1e-3)
-    assert [float(line["norm"]) for line in parts] == pytest.approx([float(line["norm"]) for line in whole], rel=1e-2)
+def test_micro_steps_add_up_to_the_gradient_of_the_whole_batch(batch):
+    whole = train("ddp_run.py", 2, batch=8, autocast=False)
+    parts = train("ddp_run.py", 2, batch=batch, total=256, autocast=False)
+    for one, many in zip(whole, parts, strict=True):
+        assert len(many.losses) == 8 // batch
+        assert float(many.printed["loss"]) == pytest.approx(float(one.printed["loss"]), abs=2e-6)
+        assert float(many.printed["norm"]) == pytest.approx(float(one.printed["norm"]), rel=1e-4)
+        for name, grad in one.grads.items():
+            assert (many.grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+def test_gradients_travel_once_per_step_in_the_last_backward_pass(monkeypatch):
+    """In a process group of one rank: what DDP sends, and when, does not depend on who else there is."""
+    seen = []
+
+    class Watched(DistributedDataParallel):
+        def __init__(self, model):
+            super().__init__(model)
+            self.register_comm_hook(torch.distributed.group.WORLD, self.send)
+
+        def forward(self, *args):
+            seen.append("forward ")
+            return super().forward(*args)
+
+        @staticmethod
+        def send(group, bucket):
+            seen.append("send ")
+            return allreduce_hook(group, bucket)
+
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Watched)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    train("ddp_run.py", 3, batch=2, total=4 * 2 * 32, **ranks)
+    assert re.fullmatch("((forward ){4}(send )+){3}", "".join(seen)), seen

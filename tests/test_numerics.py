@@ -1,0 +1,174 @@
+"""The numerics proof: from the same weights, on the same batch, each rung computes what the one before it computes."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, RUNGS, SCRIPTS, load, nano, save_gpt2, since, watch
+from torch import nn
+
+BF16, TF32 = 2**-7, 2**-10  # how far apart such numbers are at 1
+FLOAT32 = 2**-20  # eight times that: the sums are in float32 too
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_gpt2(tmp_path_factory.mktemp("gpt2"))[0]
+
+
+@pytest.fixture(scope="module")
+def steps(checkpoint, inductor_cache):
+    """Script and options -> the steps of a run that starts from the checkpoint, made when first asked for."""
+    made = {}
+
+    def steps(script, number=3, **options):
+        key = script, number, *options.items()
+        if key not in made:
+            args = ["--init-from", checkpoint, "--steps", number]
+            if script in since(11):
+                args += ["--total-batch-size", 4 * 64]
+            made[key] = watch(script, *args, TORCHINDUCTOR_CACHE_DIR=inductor_cache, **options)
+        return made[key]
+
+    return steps
+
+
+@pytest.fixture(scope="module")
+def exact(checkpoint):
+    """Logits, loss and gradients of the first batch, in float64."""
+    module = load(SCRIPTS[1])
+    model = module.GPT.from_pretrained(checkpoint).double()
+    logits, loss = model(*module.DataLoaderLite(ROOT / "input.txt", 4, 64).next_batch())
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return SimpleNamespace(logits=logits.detach(), loss=loss.item(), gradients=gradients)
+
+
+def error(ours, theirs):
+    """The relative error of a tensor in the Euclidean norm."""
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+
+
+@pytest.mark.parametrize("script", since(1))
+def test_the_first_step_is_that_of_the_rung_before_in_float32(script, steps):
+    """Logits, loss and every gradient, within 1e-5. Three ideas change one of them, by an amount that is known."""
+    compiled = script == SCRIPTS[5]
+    before = steps(RUNGS[script].before, autocast=False)[0]
+    after = steps(script, number=10 if compiled else 3, autocast=False, compiled=compiled)[0]
+    loss, gradients, bound = 1e-5, dict(before.grads), 1e-5
+    if script == SCRIPTS[1]:  # the tied matrix gets the sum of both gradients
+        gradients["transformer.wte.weight"] = gradients["transformer.wte.weight"] + gradients.pop("lm_head.weight")
+    if script == SCRIPTS[7]:  # 47 more logits share the probability: each is the mean of the others
+        loss, bound = math.log(50304 / 50257), 47 / 50257
+    if script == SCRIPTS[8]:  # the global norm is cut to 1
+        norm = math.sqrt(sum(np.square(grad.double().numpy()).sum() for grad in gradients.values()))
+        assert norm > 1.5
+        gradients, bound = {name: grad / norm for name, grad in gradients.items()}, 1e-4  # as exact as float32 adds
+    assert error(after.logits[0][..., :50257], before.logits[0][..., :50257]) <= 1e-5
+    assert after.losses[0] == pytest.approx(before.losses[0], abs=loss)
+    assert after.grads.keys() == gradients.keys()
+    for name, grad in gradients.items():
+        assert error(after.grads[name][: len(grad)], grad) <= bound, name
+
+
+def is_as_precise(step, exact, dtype, spacing):
+    """Whether a step is off float64 by as much as numbers so far apart make it, and by no more.
+
+    Rounding moves a number by up to half the spacing of its type; the errors of a few layers add up.
+    """
+    assert step.logits[0].dtype == dtype
+    off = error(step.logits[0].cpu(), exact.logits)
+    assert off <= 2 * spacing and (off >= spacing / 4 or spacing == FLOAT32)
+    assert step.losses[0] == pytest.approx(exact.loss, rel=max(spacing / 16, 1e-6))  # the loss is float32
+    for name, grad in exact.gradients.items():
+        assert error(step.grads[name].cpu(), grad) <= 4 * spacing, name
+        assert step.grads[name].dtype == step.after[name].dtype == torch.float32
+
+
+@pytest.mark.parametrize("script", since(1, 7))
+def test_the_error_is_that_of_the_precision(script, steps, exact):
+    precision = (torch.bfloat16, BF16) if script in since(3) else (torch.float32, FLOAT32)
+    is_as_precise(steps(script)[0], exact, *precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("script", since(1, 7))
+def test_the_error_is_that_of_the_precision_on_a_gpu(script, steps, exact):
+    if script in since(3):
+        precision = torch.bfloat16, BF16
+    else:
+        ampere = torch.cuda.get_device_capability() >= (8, 0)
+        precision = torch.float32, TF32 if script in since(2) and ampere else FLOAT32
+    is_as_precise(steps(script, device="cuda")[0], exact, *precision)
+
+
+def test_residual_init_divides_the_projections_and_nothing_else():
+    before, after = (dict(nano(SCRIPTS[number]).named_parameters()) for number in (3, 4))
+    for name, p in before.items():
+        expected = p / math.sqrt(2 * 4) if name.endswith("c_proj.weight") else p
+        assert torch.equal(after[name], expected), name
+
+
+def adamw(steps, settings):
+    """The weights after each step by the equations of Loshchilov & Hutter 2019, algorithm 2, in float64.
+
+    settings(number of the step, from 1; dimensions of the parameter) -> learning rate, betas, weight decay
+    """
+    m, v = ({name: np.zeros(p.shape) for name, p in steps[0].before.items()} for _ in range(2))
+    for t, step in enumerate(steps, start=1):
+        expected = {}
+        for name, g in step.grads.items():
+            p, g = step.before[name].double().numpy(), g.double().numpy()
+            lr, (beta1, beta2), decay = settings(t, g.ndim)
+            m[name] = beta1 * m[name] + (1 - beta1) * g
+            v[name] = beta2 * v[name] + (1 - beta2) * g**2
+            update = m[name] / (1 - beta1**t) / (np.sqrt(v[name] / (1 - beta2**t)) + 1e-8)
+            expected[name] = p - lr * (update + decay * p)
+        yield expected
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_weights_move_as_the_equations_of_adamw_say(script, steps):
+    def settings(t, dimensions):
+        lr = 6e-4 * t / 10 if script in since(9) else 3e-4  # the first steps of the warm-up
+        betas = (0.9, 0.95) if script in since(8) else (0.9, 0.999)
+        decay = (0.1 if dimensions == 2 else 0.0) if script in since(10) else 0.01
+        return lr, betas, decay
+
+    run = steps(script, autocast=False)
+    for step, expected in zip(run, adamw(run, settings), strict=True):
+        for name, p in step.after.items():
+            np.testing.assert_allclose(p.numpy(), expected[name], rtol=2**-22, atol=1e-9, err_msg=name)
+
+
+def test_fused_adamw_moves_the_weights_as_the_plain_one_does(steps):
+    """Ten steps on the same gradients."""
+    run = steps(SCRIPTS[10], number=10, autocast=False)
+    weights = {name: nn.Parameter(p.clone()) for name, p in run[0].before.items()}
+    groups = [{"params": [p], "weight_decay": 0.1 if p.dim() == 2 else 0.0} for p in weights.values()]
+    plain = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=False)
+    for step in run:
+        assert {group["fused"] for group in step.groups} == {True}
+        for name, p in weights.items():
+            p.grad = step.grads[name]
+        for group in plain.param_groups:
+            group["lr"] = step.groups[0]["lr"]
+        plain.step()
+        for name, p in weights.items():
+            assert error(step.after[name], p.detach()) <= 1e-6, name
+
+
+def test_ten_compiled_steps_are_those_of_eager(steps):
+    def seen(name, p):
+        """Softmax cancels the key's bias. Its gradient is rounding alone, and AdamW makes whole steps of it."""
+        return torch.cat([p[:32], p[64:]]) if name.endswith("c_attn.bias") else p
+
+    eager = steps(SCRIPTS[4], number=10, autocast=False)
+    compiled = steps(SCRIPTS[5], number=10, autocast=False, compiled=True)
+    for one, other in zip(eager, compiled, strict=True):
+        assert other.losses == pytest.approx(one.losses, abs=1e-5)
+        for name in one.after:
+            assert error(other.grads[name], one.grads[name]) <= 1e-5, name
+            assert error(seen(name, other.after[name]), seen(name, one.after[name])) <= 1e-6, name
