@@ -1,0 +1,189 @@
+"""tools/propagate.py on a clone of the project: an edit travels, and nothing is lost on the way."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, SCRIPTS
+
+SHARED = "# of tokens\n", "# one row for each token of the vocabulary\n"  # a line that all scripts have
+GONE = "att = q @ k", "att = k @ q"  # a line that rung 06 takes out
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A repository that holds the project as it is here, committed."""
+    shutil.copytree(ROOT, tmp_path / "ladder", ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "tokenizer"))
+    clone = Clone(tmp_path / "ladder")
+    for command in ("init -q", "add .", "-c user.name=Test -c user.email=test@localhost commit -qm all"):
+        clone.git(*command.split())
+    return clone
+
+
+class Clone:
+    def __init__(self, root):
+        self.root = root
+
+    def git(self, *command):
+        return subprocess.run(["git", *command], cwd=self.root, check=True, capture_output=True, text=True).stdout
+
+    def propagate(self, *args):
+        command = [sys.executable, "tools/propagate.py", *args]
+        return subprocess.run(command, cwd=self.root, capture_output=True, text=True)
+
+    def texts(self):
+        return {script: (self.root / script).read_text(encoding="utf-8") for script in SCRIPTS}
+
+    def edit(self, script, old, new):
+        text = (self.root / script).read_text(encoding="utf-8")
+        assert text.count(old) == 1
+        (self.root / script).write_text(text.replace(old, new), encoding="utf-8")
+
+
+def says(scripts, what):
+    return [f"{script}: {what}" for script in scripts]
+
+
+def test_an_edit_reaches_every_later_file_and_nothing_else_changes(clone):
+    before = clone.texts()
+    clone.edit("speedup_03_bf16.py", *SHARED)
+    done = clone.propagate("speedup_03_bf16.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == says(SCRIPTS[4:], "carried")
+    after = {script: text.replace(*SHARED) for script, text in before.items() if script in SCRIPTS[3:]}
+    assert clone.texts() == before | after
+    assert clone.propagate("speedup_03_bf16.py").stdout.splitlines() == says(SCRIPTS[4:], "had it")
+    assert clone.texts() == before | after
+
+
+def test_down_reaches_the_earlier_files_as_well(clone):
+    before = clone.texts()
+    clone.edit("speedup_03_bf16.py", *SHARED)
+    done = clone.propagate("--down", "./speedup_03_bf16.py")
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == says(SCRIPTS[2::-1] + SCRIPTS[4:], "carried")
+    assert clone.texts() == {script: text.replace(*SHARED) for script, text in before.items()}
+
+
+def test_check_says_who_lags_behind_and_changes_nothing(clone):
+    clone.edit("speedup_08_adamw_clip.py", *SHARED)
+    clone.edit("speedup_09_cosine_lr.py", *SHARED)
+    before = clone.texts()
+    done = clone.propagate("--check", "speedup_08_adamw_clip.py")
+    assert done.returncode == 1
+    lag = [f"{SCRIPTS[9]}: has it", *says(SCRIPTS[10:], "lags behind")]
+    assert done.stdout.splitlines() == lag
+    assert clone.texts() == before
+    clone.propagate("speedup_08_adamw_clip.py")
+    assert clone.propagate("--check", "speedup_08_adamw_clip.py").returncode == 0
+
+
+def test_it_stops_at_a_conflict_and_goes_on_from_there(clone):
+    before = clone.texts()
+    clone.edit("baseline.py", *GONE)
+    clone.edit("baseline.py", *SHARED)
+    check = clone.propagate("--check", "baseline.py").stdout.splitlines()
+    assert check[5:7] == [f"{SCRIPTS[6]}: lags behind, and will conflict", f"{SCRIPTS[7]}: lags behind"]
+    done = clone.propagate("baseline.py")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[:6] == [
+        *says(SCRIPTS[1:6], "carried"),
+        f"{SCRIPTS[6]}: CONFLICT, marked in the file",
+    ]
+    assert done.stdout.splitlines()[-1].split() == ["python", "tools/propagate.py", SCRIPTS[6]]
+    texts = clone.texts()
+    assert all(texts[script] == before[script] for script in SCRIPTS[7:])
+    marked = texts[SCRIPTS[6]]
+    assert marked.count("<<<<<<< ") == marked.count(">>>>>>> ") == 1
+    assert "scaled_dot_product_attention" in marked and GONE[1] in marked and SHARED[1] in marked
+
+    refused = clone.propagate(SCRIPTS[6])  # before it is mended
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == f"propagate.py: error: {SCRIPTS[6]} still has the marks of a conflict\n"
+    start, end = marked.index("<<<<<<< "), marked.index(">>>>>>> ")
+    ours = marked[start:end].split("=======\n")[0].split("\n", 1)[1]
+    (clone.root / SCRIPTS[6]).write_text(marked[:start] + ours + marked[end:].split("\n", 1)[1], encoding="utf-8")
+    done = clone.propagate(SCRIPTS[6])
+    assert done.stdout.splitlines() == says(SCRIPTS[7:], "carried")
+    later = {script: text.replace(*SHARED) for script, text in before.items() if script in SCRIPTS[6:]}
+    assert clone.texts() == texts | later
+
+
+def test_on_the_way_down_it_stops_where_the_line_began(clone):
+    before = clone.texts()
+    clone.edit(SCRIPTS[6], "is_causal=True)  #", "is_causal=True, scale=None)  #")
+    done = clone.propagate("--down", SCRIPTS[6])
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{SCRIPTS[5]}: CONFLICT, marked in the file"
+    assert [line.split()[1:] for line in lines[2:]] == [
+        ["tools/propagate.py", "--down", SCRIPTS[5]],
+        ["tools/propagate.py", SCRIPTS[6]],
+    ]
+    clone.git("restore", SCRIPTS[5])  # mended: it has no such line
+    assert "nothing to carry" in clone.propagate("--down", SCRIPTS[5]).stdout
+    assert clone.propagate(SCRIPTS[6]).stdout.splitlines() == says(SCRIPTS[7:], "carried")
+    assert all(clone.texts()[script] == before[script] for script in SCRIPTS[:6])
+
+
+@pytest.mark.parametrize("where", [SCRIPTS[6], SCRIPTS[11]])
+def test_it_refuses_a_later_file_with_changes_of_its_own(clone, where):
+    clone.edit("baseline.py", *SHARED)
+    clone.edit(where, "import sys\n", "import sys  # work in progress\n")
+    before = clone.texts()
+    done = clone.propagate("baseline.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"propagate.py: error: {where} has uncommitted changes of its own")
+    assert len(done.stderr.splitlines()) == 1
+    assert clone.texts() == before
+    assert (
+        f"{where}: lags behind, and has uncommitted changes of its own"
+        in clone.propagate("--check", "baseline.py").stdout
+    )
+
+
+def test_a_docstring_stays_at_home(clone):
+    clone.edit("baseline.py", "the foot of the ladder", "the ground")
+    assert "nothing to carry" in clone.propagate("baseline.py").stdout
+    clone.edit("baseline.py", *SHARED)
+    assert clone.propagate("baseline.py").returncode == 0
+    assert [script for script, text in clone.texts().items() if "the ground" in text] == ["baseline.py"]
+
+
+def test_the_idea_of_a_new_rung_reaches_the_files_above_it(clone):
+    """A rung between 10 and ddp_run.py: a file, a row, and ddp_run.py has its idea."""
+    text, old, new = clone.texts()["speedup_10_fused_adamw.py"], "betas=(0.9, 0.95)", "betas=(0.9, 0.98)"
+    (clone.root / "speedup_11_trial.py").write_text(text.replace(old, new).replace("10, fused", "11, trial"))
+    clone.edit(
+        "ladder.toml",
+        'file = "ddp_run.py"',
+        'file = "speedup_11_trial.py"\nidea = "a trial"\n\n[[rung]]\nfile = "ddp_run.py"',
+    )
+    before = clone.texts()
+    done = clone.propagate("speedup_11_trial.py")
+    assert (done.returncode, done.stdout) == (0, "ddp_run.py: carried\n")
+    assert clone.texts() == before | {"ddp_run.py": before["ddp_run.py"].replace(old, new)}
+
+
+def test_errors_are_one_line(clone):
+    for args, text in (["nowhere.py"], "nowhere.py is not in ladder.toml"), ([], "required: FILE"):
+        done = clone.propagate(*args)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert len(done.stderr.splitlines()) == 1 and text in done.stderr
+    shutil.rmtree(clone.root / ".git")
+    done = clone.propagate("baseline.py")
+    assert done.returncode == 2 and done.stderr.startswith("propagate.py: error: fatal: not a git repository")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_that_cannot_be_written_is_whole(clone):
+    clone.edit("baseline.py", *SHARED)
+    before = clone.texts()
+    (clone.root / f"{SCRIPTS[2]}.new").mkdir()  # where the new text would go
+    done = clone.propagate("baseline.py")
+    assert done.returncode == 2
+    assert done.stdout.splitlines() == says(SCRIPTS[1:2], "carried")
+    assert done.stderr.startswith(f"propagate.py: error: {SCRIPTS[2]} could not be written")
+    assert len(done.stderr.splitlines()) == 1
+    assert clone.texts() == before | {SCRIPTS[1]: before[SCRIPTS[1]].replace(*SHARED)}

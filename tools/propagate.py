@@ -1,0 +1,143 @@
+"""Carry an edit of one script into the scripts that stand on it.
+
+    python tools/propagate.py speedup_03_bf16.py            into every later file
+    python tools/propagate.py --down speedup_03_bf16.py     into the earlier files as well
+    python tools/propagate.py --check speedup_03_bf16.py    only say which files lag behind
+
+The edit is what the file has now and had not at HEAD; of a new file, what the one before it has not. It goes from
+neighbour to neighbour by three-way merge, so each file keeps its idea. Docstrings are each file's own: they stay.
+Status 0; 1 where a file lags behind or has a conflict; 2 for an error.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ladder import ROOT, read_ladder, split
+
+
+def git(*command):
+    """What git prints, and its status. Raises ValueError, with git's own words, where it did not do its work."""
+    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True)
+    if done.returncode > 127 or (done.returncode and command[0] != "merge-file"):  # which counts conflicts
+        raise ValueError(done.stderr.decode())
+    return done.stdout.decode(), done.returncode
+
+
+def read(file):
+    return (ROOT / file).read_bytes().decode()  # byte for byte: no line ending is translated
+
+
+def write(file, text):
+    """The whole file or nothing, whatever happens on the way."""
+    path, new = ROOT / file, ROOT / f"{file}.new"
+    try:
+        new.write_bytes(text.encode())
+        shutil.copymode(path, new)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def at_head(file, before):
+    """The text of a file at HEAD. A file that HEAD has not is new: an edit of the one before it."""
+    known = git("ls-tree", "--name-only", "HEAD", "--", file)[0]
+    return git("show", f"HEAD:./{file if known else before[file]}")[0]
+
+
+def merge(file, text, source, base, edited):
+    """The text of a file with its neighbour's edit, base -> edited, and whether there is a conflict in it."""
+    docstring, ours = split(text)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, side) for side in ("ours", "base", "theirs")]
+        for path, side in zip(paths, (ours, split(base)[1], split(edited)[1]), strict=True):
+            path.write_bytes(side.encode())
+        labels = "-L", file, "-L", f"{source} at HEAD", "-L", f"{source} as edited"
+        merged, conflicts = git("merge-file", "-p", *labels, *paths)
+    return docstring + merged, conflicts > 0
+
+
+def way(file, before, down):
+    """The pairs (from, to) in the order in which an edit of a file travels."""
+    reached, pairs = [file], []
+    while down and before[reached[-1]]:
+        pairs.append((reached[-1], before[reached[-1]]))
+        reached.append(before[reached[-1]])
+    for target, source in before.items():
+        if source in reached and target not in reached:
+            pairs.append((source, target))
+            reached.append(target)
+    return pairs
+
+
+def plan(file, before, down):
+    """The files that an edit is to reach, in order: (file before, file, what is to be done, its text with the edit)."""
+    edits = {file: (file, at_head(file, before), read(file))}  # file -> the edit it passes on: whose, from, to
+    waiting = set()  # for a conflict to be mended
+    for source, target in way(file, before, down):
+        head, now = at_head(target, before), read(target)
+        merged, conflict = merge(target, now, *edits[source])
+        if merged == now:
+            todo = "nothing"
+        elif now != head:
+            todo = "refuse"
+        elif source in waiting:
+            todo = "wait"
+        else:
+            todo = "mark" if conflict else "carry"
+        if todo in ("mark", "wait"):
+            waiting.add(target)
+        edits[target] = (target, head, merged) if todo == "carry" or head != now == merged else edits[source]
+        yield source, target, todo, merged
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
+    parser.add_argument("file", type=os.path.normpath, metavar="FILE", help="a script of the ladder")
+    parser.add_argument("--down", action="store_true", help="into the earlier files as well")
+    parser.add_argument("--check", action="store_true", help="say which files lag behind, and change nothing")
+    args = parser.parse_args()
+    try:
+        before = {rung.file: rung.before for rung in read_ladder()}
+        if args.file not in before:
+            raise ValueError(f"{args.file} is not in ladder.toml")
+        if "\n<<<<<<< " in read(args.file):
+            raise ValueError(f"{args.file} still has the marks of a conflict")
+        edited = split(read(args.file))[1] != split(at_head(args.file, before))[1]
+        steps = list(plan(args.file, before, args.down)) if edited else []
+    except (OSError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
+    if not edited:
+        print(f"{args.file} is as it was committed, docstring aside: nothing to carry")
+    if args.check:
+        says = dict(nothing="has it", carry="lags behind", wait="lags behind", mark="lags behind, and will conflict")
+        says["refuse"] = "lags behind, and has uncommitted changes of its own"
+        for _, file, todo, _ in steps:
+            print(f"{file}: {says[todo]}")
+        sys.exit(any(todo != "nothing" for _, _, todo, _ in steps))
+    for _, file, todo, _ in steps:
+        if todo == "refuse":
+            parser.error(f"{file} has uncommitted changes of its own: commit them, or git stash push {file}")
+    says = dict(nothing="had it", carry="carried", mark="CONFLICT, marked in the file")
+    for source, file, todo, text in steps:
+        try:
+            if todo != "nothing":
+                write(file, text)
+        except OSError as error:
+            parser.error(f"{file} could not be written, the files listed above were: {error}")
+        print(f"{file}: {says[todo]}")
+        if todo == "mark":
+            down = "--down " if before[source] == file else ""
+            print(f"Mend {file} between <<<<<<< and >>>>>>>, then go on with:")
+            print(f"    python tools/propagate.py {down}{file}")
+            if down:
+                print(f"    python tools/propagate.py {args.file}")
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
