@@ -147,7 +147,7 @@ class DataLoaderLite:
         text = Path(path).read_bytes().decode("utf-8")
         if "\0" in text:
             raise ValueError("it holds NUL bytes: is it binary, or UTF-16?")
-        # GPT-2's vocabulary is beside this script: tiktoken looks there before it would download it
+        # GPT-2's vocabulary is beside this script: without it, or a folder that you set, tiktoken would download it
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "tokenizer"))
         self.tokens = np.array(tiktoken.get_encoding("gpt2").encode_ordinary(text), dtype=np.uint16)
         need = self.B * self.T + 1
