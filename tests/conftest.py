@@ -37,13 +37,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
 
 
-def since(number, end=None):
-    """The scripts that stand on a rung of the ladder, and not on a later one: 0 is baseline.py, 11 is ddp_run.py."""
+def since(rung, end=None):
+    """The scripts that stand on a rung, given by its number or its file, and not on another one."""
+    first, last = (SCRIPTS[which] if isinstance(which, int) else which for which in (rung, end))
 
-    def stands_on(script, rung):
-        return script == SCRIPTS[rung] or (script is not None and stands_on(RUNGS[script].before, rung))
+    def stands_on(script, base):
+        while script and script != base:
+            script = RUNGS[script].before
+        return script is not None
 
-    return [script for script in SCRIPTS if stands_on(script, number) and not (end and stands_on(script, end))]
+    return [script for script in SCRIPTS if stands_on(script, first) and not (last and stands_on(script, last))]
 
 
 @cache

@@ -27,7 +27,7 @@ def steps(checkpoint, inductor_cache):
         key = script, number, *options.items()
         if key not in made:
             args = ["--init-from", checkpoint, "--steps", number]
-            if script in since(11):
+            if script in since("ddp_run.py"):
                 args += ["--total-batch-size", 4 * 64]
             made[key] = watch(script, *args, TORCHINDUCTOR_CACHE_DIR=inductor_cache, **options)
         return made[key]

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 def train(script, steps, *args, batch=4, length=32, total=None, **environment):
     """The steps of a short run of nano."""
     args += ("--steps", steps, "--batch-size", batch, "--seq-len", length)
-    if script in since(11):
+    if script in since("ddp_run.py"):
         args += ("--total-batch-size", total or batch * length)
     return watch(script, *args, **environment)
 
