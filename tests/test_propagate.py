@@ -166,6 +166,12 @@ def test_the_idea_of_a_new_rung_reaches_the_files_above_it(clone):
     assert clone.texts() == before | {"ddp_run.py": before["ddp_run.py"].replace(old, new)}
 
 
+def test_nothing_stands_on_the_last_file(clone):
+    clone.edit("ddp_run.py", *SHARED)
+    done = clone.propagate("ddp_run.py")
+    assert (done.returncode, done.stdout) == (0, "no script stands on ddp_run.py: nothing to carry it into\n")
+
+
 def test_errors_are_one_line(clone):
     for args, text in (["nowhere.py"], "nowhere.py is not in ladder.toml"), ([], "required: FILE"):
         done = clone.propagate(*args)

@@ -113,6 +113,8 @@ def main():
         parser.error(" ".join(str(error).split()))
     if not edited:
         print(f"{args.file} is as it was committed, docstring aside: nothing to carry")
+    elif not steps:
+        print(f"no script stands on {args.file}: nothing to carry it into")
     if args.check:
         says = dict(nothing="has it", carry="lags behind", wait="lags behind", mark="lags behind, and will conflict")
         says["refuse"] = "lags behind, and has uncommitted changes of its own"
