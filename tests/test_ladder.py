@@ -15,11 +15,12 @@ import pytest
 from conftest import ROOT, RUNGS
 from ladder import changed_lines, split, with_table
 
+TRAILING = r", (?=[)\]}])"  # the comma that re-wrapping adds
 DIFFS = [script for script, rung in RUNGS.items() if rung.before]
 
 
-def source(script, root=ROOT):
-    return (root / script).read_bytes().decode("utf-8")  # no line ending is translated
+def source(script):
+    return (ROOT / script).read_bytes().decode("utf-8")  # no line ending is translated
 
 
 def parts(text):
@@ -52,17 +53,13 @@ def name_of(node):
 
 
 def code(text):
-    """The code of each line, without comments, white space and the commas that re-wrapping adds."""
+    """The code of each line, without comments and white space."""
     lines = [""] * len(text.splitlines())
     layout = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in layout:
             lines[token.start[0] - 1] += token.string + " "
     return lines
-
-
-def same_code(before, after):
-    return [re.sub(r", (?=[)\]}])", "", "".join(lines)) for lines in (before, after)]
 
 
 def variables(text):
@@ -98,8 +95,8 @@ def complaints(rung, before, after):
     removed, added = set(), set()
     for tag, i, j, k, m in difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes():
         if tag != "equal":
-            minus, plus = same_code(bare[0][i:j], bare[1][k:m])
-            if minus == plus:
+            minus, plus = "".join(bare[0][i:j]), "".join(bare[1][k:m])
+            if re.sub(TRAILING, "", minus) == re.sub(TRAILING, "", plus):
                 yield f"only comments or layout differ at: {(lines[0][i:j] + lines[1][k:m])[0].strip()}"
             removed |= set(lines[0][i:j])
             added |= set(lines[1][k:m])
@@ -214,3 +211,25 @@ def test_a_new_idea_takes_a_file_and_a_row(tmp_path):
     (root / "ladder.toml").write_text(source("ladder.toml") + ROW.replace('["main"]', "[]"), encoding="utf-8")
     done = proofs("alone and trial")
     assert done.returncode == 1 and "main differs, and its row does not say so" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    "row, text",
+    [
+        ('file = "nowhere.py"\nidea = "none"', "nowhere.py"),
+        ('file = "ddp_run.py"\nspeed = "twice"', "ddp_run.py: "),
+        ('file = "ddp_run.py"\nidea = "none"\nbefore = "above.py"', "above.py is not above ddp_run.py"),
+        ("file = ", "Invalid value"),
+    ],
+)
+def test_a_wrong_row_is_one_clear_error(row, text, tmp_path):
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    for file in ("README.md", "ladder.toml", *RUNGS):
+        shutil.copy(ROOT / file, tmp_path)
+    with (tmp_path / "ladder.toml").open("a", encoding="utf-8") as file:
+        file.write(f"\n[[rung]]\n{row}\n")
+    done = subprocess.run([sys.executable, "tools/ladder.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("ladder.py: error: ") and text in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == source("README.md")

@@ -82,6 +82,20 @@ MISTAKES = [
         "test_pretrained.py::test_the_logits_are_those_of_transformers[speedup_04_residual_init.py]",
     ),
     Mistake(
+        "dropout in flash attention",
+        "speedup_06_flash_attn.py",
+        {"is_causal=True": "is_causal=True, dropout_p=0.1"},
+        "the function knows no model.eval(): what it drops in training it drops in evaluation",
+        "test_numerics.py::test_the_first_step_is_that_of_the_rung_before_in_float32[speedup_06_flash_attn.py]",
+    ),
+    Mistake(
+        "what torch.compile returns is thrown away",
+        "speedup_05_compile.py",
+        {"model.compile(mode=args.compile_mode)": "torch.compile(model, mode=args.compile_mode)"},
+        "it returns a new module, and the old one runs on uncompiled",
+        "test_errors.py::test_no_compiler",
+    ),
+    Mistake(
         "the targets are not shifted",
         "speedup_07_vocab_pad.py",
         {"tokens[1:].view(self.B, self.T)": "tokens[:-1].view(self.B, self.T)"},

@@ -33,13 +33,16 @@ class Rung:
 
 
 def read_ladder(root=ROOT):
-    """The rungs in order. Raises TypeError for a field that no row has, ValueError for a `before` not further up."""
+    """The rungs in order. Raises ValueError for a row that is not as ladder.toml says it should be."""
     rungs = []
     for row in tomllib.loads((root / "ladder.toml").read_text(encoding="utf-8"))["rung"]:
         row = {"before": rungs[-1].file if rungs else None} | row | {"touches": tuple(row.get("touches", ()))}
         if row["before"] not in ([rung.file for rung in rungs] or [None]):
-            raise ValueError(f"ladder.toml: {row['file']} comes before {row['before']}, which it is a diff from")
-        rungs.append(Rung(**row))
+            raise ValueError(f"ladder.toml: {row['before']} is not above {row.get('file')}, which is a diff from it")
+        try:
+            rungs.append(Rung(**row))
+        except TypeError as error:  # a field too many or too few
+            raise ValueError(f"ladder.toml: {row.get('file')}: {error}") from None
     return rungs
 
 
@@ -81,4 +84,8 @@ def with_table(readme, root=ROOT):
 
 if __name__ == "__main__":
     path = ROOT / "README.md"
-    path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
+    try:
+        readme = with_table(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        sys.exit(f"ladder.py: error: {error}")
+    path.write_text(readme, encoding="utf-8")
