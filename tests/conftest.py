@@ -156,6 +156,7 @@ def watch(script, *args, device="cpu", compiled=False, autocast=True, **environm
             signal.signal(signal.SIGINT, signal.default_int_handler)  # main() sets its own
     steps.pop()  # what came after the last step's second clock
     for step, line in zip(steps, STEP.finditer(output.getvalue()), strict=True):
+        assert step.after, "no step of AdamW was seen"
         step.printed = line.groupdict()
     return steps
 
