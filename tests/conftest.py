@@ -86,7 +86,7 @@ def save_gpt2(folder, change=None, **config):
 class Step:
     """A step of main(), seen from inside."""
 
-    events: list = field(default_factory=list)  # sync, clock, batch, forward, step, in the order they came
+    events: list = field(default_factory=list)  # sync, clock, batch, zero_grad, forward, backward, step: as they came
     logits: list = field(default_factory=list)  # of each micro-step
     losses: list = field(default_factory=list)
     before: dict = field(default_factory=dict)  # name -> weight, as the optimizer found it
@@ -143,6 +143,8 @@ def watch(script, *args, device="cpu", compiled=False, autocast=True, **environm
         for kind in (torch.cpu, torch.accelerator):
             patch.setattr(kind, "synchronize", seen("sync", kind.synchronize))
         patch.setattr(module.DataLoaderLite, "next_batch", seen("batch", module.DataLoaderLite.next_batch))
+        patch.setattr(torch.optim.AdamW, "zero_grad", seen("zero_grad", torch.optim.AdamW.zero_grad))
+        patch.setattr(torch.Tensor, "backward", seen("backward", torch.Tensor.backward))
         if not compiled:
             patch.setattr(nn.Module, "compile", lambda *args, **kwargs: None)
         if not autocast:

@@ -74,6 +74,13 @@ def test_two_ranks_share_out_the_batches_of_one(short_text, tokens):
                     assert torch.equal(mine, alone), (epoch, turn, rank)
 
 
+def test_a_text_without_a_batch_for_each_rank_is_too_short(short_text, tokens):
+    length = (len(tokens) - 1) // 2
+    load("ddp_run.py").DataLoaderLite(short_text, 1, length, rank=1, world_size=2)
+    with pytest.raises(ValueError, match=f"B 1, T {length}, 3 ranks need {3 * length + 1}"):
+        load("ddp_run.py").DataLoaderLite(short_text, 1, length, rank=1, world_size=3)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_text_is_338025_tokens_kept_as_uint16(script):
     tokens = load(script).DataLoaderLite(ROOT / "input.txt", 4, 1024).tokens

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from conftest import SCRIPTS, load, nano, since
+from torch import nn
 
 GPT2_PARAMETERS = {"baseline.py": 163_037_184} | dict.fromkeys(since(1, 7), 124_439_808)
 GPT2_PARAMETERS |= dict.fromkeys(since(7), 124_475_904)
@@ -16,6 +17,17 @@ def test_gpt2_has_the_published_number_of_parameters(script):
     with torch.device("meta"):
         model = module.GPT(module.MODELS["gpt2"])
     assert sum(p.numel() for p in model.parameters()) == GPT2_PARAMETERS[script]
+
+
+def test_the_larger_models_are_the_published_ones():
+    """Their parameters, tied and unpadded; every head of every GPT-2 is 64 wide."""
+    module = load("speedup_01_weight_tying.py")
+    published = {"gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
+    for name, size in published.items():
+        with torch.device("meta"):
+            model = module.GPT(module.MODELS[name])
+        assert sum(p.numel() for p in model.parameters()) == size
+        assert model.config.n_embd == 64 * model.config.n_head
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -86,10 +98,11 @@ def test_a_later_token_never_changes_an_earlier_logit(script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_loss_is_the_mean_cross_entropy_of_the_targets(script):
     model = nano(script)
+    nn.init.constant_(model.transformer.ln_f.weight, 10.0)  # logits all alike would hide what is averaged
     torch.manual_seed(0)
     ids, targets = torch.randint(50257, (2, 3, 8))
     logits, loss = model(ids, targets)
     assert logits.shape == (3, 8, model.config.vocab_size)
     chosen = torch.log_softmax(logits.double(), dim=-1).gather(-1, targets[..., None])
-    assert loss.item() == pytest.approx(-chosen.mean().item(), abs=1e-5)
+    assert loss.item() == pytest.approx(-chosen.mean().item(), rel=1e-5)
     assert model(ids)[1] is None

@@ -137,8 +137,8 @@ def test_two_ranks_give_the_curve_of_one(ranks):
     one, two = ranks
     assert two.returncode == 0, two.stderr
     assert two.losses == pytest.approx(one.losses, abs=1e-4)
-    assert "1024 tokens per step = 4 micro-steps * B 2 * T 128 * 1 ranks" in one.stdout
-    assert "1024 tokens per step = 2 micro-steps * B 2 * T 128 * 2 ranks" in two.stdout
+    assert "1 epoch = 1320 batches\n1024 tokens per step = 4 micro-steps * B 2 * T 128 * 1 ranks" in one.stdout
+    assert "1 epoch = 660 batches\n1024 tokens per step = 2 micro-steps * B 2 * T 128 * 2 ranks" in two.stdout
 
 
 def test_rank_0_alone_prints(ranks):

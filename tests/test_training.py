@@ -30,8 +30,9 @@ def test_a_run_starts_from_the_weights_of_its_seed(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_clock_is_read_when_the_device_has_finished(script):
+    work = ["batch", "zero_grad"] if script in since(0, "ddp_run.py") else ["zero_grad", "batch"]
     for step in train(script, 2, batch=1, length=8):
-        assert step.events == ["sync", "clock", "batch", "forward", "step", "sync", "clock"]
+        assert step.events == ["sync", "clock", *work, "forward", "backward", "step", "sync", "clock"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -52,6 +53,15 @@ def test_each_step_starts_without_the_gradients_of_the_last(script, monkeypatch)
     monkeypatch.setattr(load(script).GPT, "forward", look)
     train(script, 3, batch=2, length=16)
     assert left_over == [False] * 3
+
+
+@pytest.mark.parametrize("script", since(5))
+def test_the_compile_mode_reaches_the_compiler(script, monkeypatch):
+    modes = []
+    monkeypatch.setattr(load(script).GPT, "compile", lambda model, mode: modes.append(mode))
+    for arguments, mode in ((), "default"), (("--compile-mode", "max-autotune"), "max-autotune"):
+        train(script, 1, *arguments, batch=1, length=8)
+        assert modes.pop() == mode
 
 
 @pytest.mark.parametrize("script", since(8))
