@@ -129,7 +129,7 @@ def test_micro_steps_add_up_to_the_gradient_of_the_whole_batch(batch):
     parts = train("ddp_run.py", 2, batch=batch, total=256, autocast=False)
     for one, many in zip(whole, parts, strict=True):
         assert len(many.losses) == 8 // batch
-        assert float(many.printed["loss"]) == pytest.approx(float(one.printed["loss"]), abs=2e-6)
+        assert float(many.printed["loss"]) == pytest.approx(float(one.printed["loss"]), abs=1e-5)
         assert float(many.printed["norm"]) == pytest.approx(float(one.printed["norm"]), rel=1e-4)
         for name, grad in one.grads.items():
             assert (many.grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
