@@ -164,6 +164,7 @@ def test_a_diff_over_its_limit_is_seen(tmp_path):
     text = source(rung.file).replace("def main():\n", "def main():\n" + "    pass\n" * 3)
     (tmp_path / rung.file).write_text(text)
     assert sum(changed_lines(rung.before, rung.file, tmp_path)) == 7 > rung.limit
+    assert changed_lines(rung.before, rung.before, tmp_path) == (0, 0)
 
 
 def test_the_readme_has_the_table():

@@ -32,10 +32,10 @@ class Rung:
     when_not: str = ""
 
 
-def read_ladder(root=ROOT):
+def read_ladder():
     """The rungs in order. Raises ValueError for a row that is not as ladder.toml says it should be."""
     rungs = []
-    for row in tomllib.loads((root / "ladder.toml").read_text(encoding="utf-8"))["rung"]:
+    for row in tomllib.loads((ROOT / "ladder.toml").read_text(encoding="utf-8"))["rung"]:
         row = {"before": rungs[-1].file if rungs else None} | row | {"touches": tuple(row.get("touches", ()))}
         if row["before"] not in ([rung.file for rung in rungs] or [None]):
             raise ValueError(f"ladder.toml: {row['before']} is not above {row.get('file')}, which is a diff from it")
@@ -59,27 +59,28 @@ def changed_lines(before, after, root=ROOT):
         for side, script in zip(sides, (before, after), strict=True):
             side.write_text(split((root / script).read_text(encoding="utf-8"))[1], encoding="utf-8")
         command = ["git", "diff", "--no-index", "--numstat", *sides]
-        added, removed, _ = subprocess.run(command, capture_output=True, text=True).stdout.split("\t")
+        printed = subprocess.run(command, capture_output=True, text=True).stdout
+    added, removed = printed.split("\t")[:2] if printed else (0, 0)
     return int(added), int(removed)
 
 
-def table(root=ROOT):
+def table():
     """The README's table, in Markdown."""
     rows = []
-    for rung in read_ladder(root):
+    for rung in read_ladder():
         lines = ""
         if rung.before:
-            added, removed = changed_lines(rung.before, rung.file, root)
+            added, removed = changed_lines(rung.before, rung.file)
             lines = f"+{added} −{removed} in {', '.join(f'`{name}`' for name in rung.touches)}"
         cells = f"[`{rung.file}`]({rung.file})", rung.idea, lines, rung.why, rung.when_not
         rows.append(f"| {' | '.join(cells)} |\n")
     return HEAD + "".join(rows) + "\n"
 
 
-def with_table(readme, root=ROOT):
+def with_table(readme):
     """The README's text with the table as it is now."""
     start, end = readme.index(BEGIN) + len(BEGIN), readme.index(END)
-    return readme[:start] + table(root) + readme[end:]
+    return readme[:start] + table() + readme[end:]
 
 
 if __name__ == "__main__":
