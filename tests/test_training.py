@@ -39,7 +39,7 @@ def test_the_clock_is_read_when_the_device_has_finished(script):
 def test_tokens_are_counted_per_second(script):
     for step in train(script, 2, batch=2, length=16):
         seconds, rate = float(step.printed["ms"]) / 1000, float(step.printed["rate"].replace(",", ""))
-        assert rate == pytest.approx(2 * 16 / seconds, rel=1e-2)
+        assert rate == pytest.approx(2 * 16 / seconds, rel=1e-2, abs=0.51)  # it is printed without decimals
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
