@@ -1,11 +1,10 @@
 PYTHON ?= python3
-LADDER := baseline.py $(sort $(wildcard speedup_*.py)) ddp_run.py
 
 help:
 	@echo 'make run       train with speedup_10_fused_adamw.py; ARGS="--steps 200" passes options on'
 	@echo 'make test      lint and run every test'
 	@echo 'make readme    write the table of rungs into README.md from ladder.toml'
-	@echo 'make diff-03   what rung 03 changes, word by word; 01 to 10, and diff-ddp'
+	@echo 'make diff-03   what rung 03 changes, word by word; diff-ddp: what ddp_run.py does'
 
 run: .venv/run
 	.venv/bin/python speedup_10_fused_adamw.py $(ARGS)
@@ -18,18 +17,17 @@ test: .venv/dev
 readme: .venv/dev
 	.venv/bin/python tools/ladder.py
 
-# The new docstring, then the diff of what follows it: two texts that share no sentence make no readable word diff.
+# The new docstring, which names the file before, then the diff of what follows it: two texts that share no sentence make
+# no readable word diff.
 diff-%:
-	@before=; for file in $(LADDER); do \
-		case $$file in speedup_$*_*|$*_run.py) \
-			sed '/^"""$$/q' $$file; \
-			folder=$$(mktemp -d); \
-			for side in $$before $$file; do sed '1,/^"""$$/d' $$side > $$folder/$$side; done; \
-			cd $$folder && git --no-pager diff --no-index --word-diff=color $$before $$file; \
-			rm -r $$folder; exit 0;; \
-		esac; before=$$file; \
-	done; \
-	echo 'there is no rung $*: make diff-01 to diff-10, and diff-ddp' >&2; exit 1
+	@file=$$(ls speedup_$*_*.py $*_run.py 2>/dev/null); \
+	if [ -z "$$file" ]; then echo 'there is no rung $*: make diff-01, diff-02 and so on, and diff-ddp' >&2; exit 1; fi; \
+	before=$$(sed -n "s/^ *git diff .* \([^ ]*\) $$file$$/\1/p" $$file); \
+	folder=$$(mktemp -d); \
+	for side in $$before $$file; do sed '1,/^"""$$/d' $$side > $$folder/$$side; done; \
+	sed '/^"""$$/q' $$file; \
+	cd $$folder && git --no-pager diff --no-index --word-diff=color $$before $$file; \
+	rm -r $$folder
 
 .venv/run: requirements.txt
 	$(PYTHON) -m venv .venv

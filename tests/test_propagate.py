@@ -4,8 +4,9 @@ import shutil
 import subprocess
 import sys
 
+import propagate
 import pytest
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT, RUNGS, SCRIPTS
 
 SHARED = "# of tokens\n", "# one row for each token of the vocabulary\n"  # a line that all scripts have
 GONE = "att = q @ k", "att = k @ q"  # a line that rung 06 takes out
@@ -101,6 +102,12 @@ def test_it_stops_at_a_conflict_and_goes_on_from_there(clone):
     refused = clone.propagate(SCRIPTS[6])  # before it is mended
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == f"propagate.py: error: {SCRIPTS[6]} still has the marks of a conflict\n"
+    refused = clone.propagate("baseline.py")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"{SCRIPTS[6]} still has the marks of a conflict: mend it" in refused.stderr
+    clone.edit(SCRIPTS[6], f"<<<<<<< {SCRIPTS[6]}\n", "")  # mended in part
+    assert clone.propagate(SCRIPTS[6]).returncode == 2
+    assert f"{SCRIPTS[6]}: has the marks of a conflict" in clone.propagate("--check", "baseline.py").stdout
     start, end = marked.index("<<<<<<< "), marked.index(">>>>>>> ")
     ours = marked[start:end].split("=======\n")[0].split("\n", 1)[1]
     (clone.root / SCRIPTS[6]).write_text(marked[:start] + ours + marked[end:].split("\n", 1)[1], encoding="utf-8")
@@ -108,6 +115,7 @@ def test_it_stops_at_a_conflict_and_goes_on_from_there(clone):
     assert done.stdout.splitlines() == says(SCRIPTS[7:], "carried")
     later = {script: text.replace(*SHARED) for script, text in before.items() if script in SCRIPTS[6:]}
     assert clone.texts() == texts | later
+    assert clone.propagate("--check", SCRIPTS[6]).returncode == 0
 
 
 def test_on_the_way_down_it_stops_where_the_line_began(clone):
@@ -134,34 +142,49 @@ def test_it_refuses_a_later_file_with_changes_of_its_own(clone, where):
     before = clone.texts()
     done = clone.propagate("baseline.py")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"propagate.py: error: {where} has uncommitted changes of its own")
+    assert done.stderr.startswith(f"propagate.py: error: {where} has uncommitted changes of its own ")
     assert len(done.stderr.splitlines()) == 1
     assert clone.texts() == before
-    assert (
-        f"{where}: lags behind, and has uncommitted changes of its own"
-        in clone.propagate("--check", "baseline.py").stdout
-    )
+    lag = clone.propagate("--check", "baseline.py").stdout.splitlines()
+    assert f"{where}: differs, and has uncommitted changes of its own" in lag
+
+
+def test_an_edit_that_was_carried_is_corrected_by_restoring_the_others(clone):
+    before = clone.texts()
+    clone.edit(SCRIPTS[9], *SHARED)
+    clone.propagate(SCRIPTS[9])
+    clone.edit(SCRIPTS[9], SHARED[1], "# one row per token\n")
+    refused = clone.propagate(SCRIPTS[9])
+    assert refused.returncode == 2 and f"{SCRIPTS[10]} has uncommitted changes of its own" in refused.stderr
+    clone.git("restore", *SCRIPTS[10:])
+    assert clone.propagate(SCRIPTS[9]).returncode == 0
+    corrected = {script: before[script].replace(SHARED[0], "# one row per token\n") for script in SCRIPTS[9:]}
+    assert clone.texts() == before | corrected
 
 
 def test_a_docstring_stays_at_home(clone):
     clone.edit("baseline.py", "the foot of the ladder", "the ground")
     assert "nothing to carry" in clone.propagate("baseline.py").stdout
     clone.edit("baseline.py", *SHARED)
+    clone.edit(SCRIPTS[3], "Speed-up 03", "Rung 03")  # work of its own, and nobody else's
     assert clone.propagate("baseline.py").returncode == 0
+    assert clone.texts()[SCRIPTS[3]].startswith('"""Rung 03')
     assert [script for script, text in clone.texts().items() if "the ground" in text] == ["baseline.py"]
 
 
 def test_the_idea_of_a_new_rung_reaches_the_files_above_it(clone):
     """A rung between 10 and ddp_run.py: a file, a row, and ddp_run.py has its idea."""
-    text, old, new = clone.texts()["speedup_10_fused_adamw.py"], "betas=(0.9, 0.95)", "betas=(0.9, 0.98)"
-    (clone.root / "speedup_11_trial.py").write_text(text.replace(old, new).replace("10, fused", "11, trial"))
+    below, old, new = RUNGS["ddp_run.py"].before, "betas=(0.9, 0.95)", "betas=(0.9, 0.98)"
+    (clone.root / "speedup_99_trial.py").write_text(clone.texts()[below].replace(old, new), encoding="utf-8")
+    row = '[[rung]]\nfile = "{}"\nidea = "a trial"\ntouches = ["main"]\nlimit = 2\n\n'
     clone.edit(
         "ladder.toml",
-        'file = "ddp_run.py"',
-        'file = "speedup_11_trial.py"\nidea = "a trial"\n\n[[rung]]\nfile = "ddp_run.py"',
+        '[[rung]]\nfile = "ddp_run.py"',
+        row.format("speedup_99_trial.py") + '[[rung]]\nfile = "ddp_run.py"',
     )
     before = clone.texts()
-    done = clone.propagate("speedup_11_trial.py")
+    assert clone.propagate("--down", "speedup_99_trial.py").returncode == 2  # an idea goes up
+    done = clone.propagate("speedup_99_trial.py")
     assert (done.returncode, done.stdout) == (0, "ddp_run.py: carried\n")
     assert clone.texts() == before | {"ddp_run.py": before["ddp_run.py"].replace(old, new)}
 
@@ -183,13 +206,21 @@ def test_errors_are_one_line(clone):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_file_that_cannot_be_written_is_whole(clone):
+def test_a_file_that_cannot_be_written_is_whole_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("old")
+
+    def fail(*args):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(propagate, "ROOT", tmp_path)
+    monkeypatch.setattr(propagate.os, "replace", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        propagate.write("script.py", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("script.py", "old")]
+
+
+def test_it_is_told_a_file_from_any_folder(clone):
     clone.edit("baseline.py", *SHARED)
-    before = clone.texts()
-    (clone.root / f"{SCRIPTS[2]}.new").mkdir()  # where the new text would go
-    done = clone.propagate("baseline.py")
-    assert done.returncode == 2
-    assert done.stdout.splitlines() == says(SCRIPTS[1:2], "carried")
-    assert done.stderr.startswith(f"propagate.py: error: {SCRIPTS[2]} could not be written")
-    assert len(done.stderr.splitlines()) == 1
-    assert clone.texts() == before | {SCRIPTS[1]: before[SCRIPTS[1]].replace(*SHARED)}
+    command = [sys.executable, "propagate.py", "../baseline.py"]
+    done = subprocess.run(command, cwd=clone.root / "tools", capture_output=True, text=True)
+    assert done.stdout.splitlines() == says(SCRIPTS[1:], "carried")

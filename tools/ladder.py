@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ class Rung:
     file: str
     idea: str
     before: str | None = None
-    touches: tuple[str, ...] = ()
+    touches: Sequence[str] = ()
     limit: int = 0
     why: str = ""
     when_not: str = ""
@@ -36,12 +37,17 @@ def read_ladder():
     """The rungs in order. Raises ValueError for a row that is not as ladder.toml says it should be."""
     rungs = []
     for row in tomllib.loads((ROOT / "ladder.toml").read_text(encoding="utf-8"))["rung"]:
-        row = {"before": rungs[-1].file if rungs else None} | row | {"touches": tuple(row.get("touches", ()))}
-        if row["before"] not in ([rung.file for rung in rungs] or [None]):
-            raise ValueError(f"ladder.toml: {row['before']} is not above {row.get('file')}, which is a diff from it")
+        above = [rung.file for rung in rungs]
+        row = {"before": above[-1] if above else None} | row
         try:
+            if row["before"] not in (above or [None]):
+                raise ValueError(f"{row['before']}, which it is a diff from, is not above it")
+            if row["file"] in above:
+                raise ValueError("it has two rows")
+            if above and not (isinstance(row["touches"], list) and isinstance(row["limit"], int)):
+                raise ValueError("touches is a list, limit a number")
             rungs.append(Rung(**row))
-        except TypeError as error:  # a field too many or too few
+        except (KeyError, TypeError, ValueError) as error:  # a field too few, too many, or wrong
             raise ValueError(f"ladder.toml: {row.get('file')}: {error}") from None
     return rungs
 

@@ -11,6 +11,7 @@ Status 0; 1 where a file lags behind or has a conflict; 2 for an error.
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import tempfile
 from pathlib import Path
 
 from ladder import ROOT, read_ladder, split
+
+MARKS = re.compile("^(<<<<<<<|=======|>>>>>>>)( |$)", re.MULTILINE)
 
 
 def git(*command):
@@ -34,19 +37,24 @@ def read(file):
 
 def write(file, text):
     """The whole file or nothing, whatever happens on the way."""
-    path, new = ROOT / file, ROOT / f"{file}.new"
-    try:
-        new.write_bytes(text.encode())
-        shutil.copymode(path, new)
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
+    with tempfile.NamedTemporaryFile(dir=(ROOT / file).parent, delete=False) as new:
+        try:
+            new.write(text.encode())
+            new.close()
+            shutil.copymode(ROOT / file, new.name)
+            os.replace(new.name, ROOT / file)
+        except BaseException:
+            os.unlink(new.name)
+            raise
+
+
+def is_new(file):
+    return not git("ls-tree", "--name-only", "HEAD", "--", file)[0]
 
 
 def at_head(file, before):
-    """The text of a file at HEAD. A file that HEAD has not is new: an edit of the one before it."""
-    known = git("ls-tree", "--name-only", "HEAD", "--", file)[0]
-    return git("show", f"HEAD:./{file if known else before[file]}")[0]
+    """The text of a file at HEAD. A file that HEAD has not is an edit of the one before it."""
+    return git("show", f"HEAD:./{before[file] if is_new(file) else file}")[0]
 
 
 def merge(file, text, source, base, edited):
@@ -81,63 +89,74 @@ def plan(file, before, down):
     for source, target in way(file, before, down):
         head, now = at_head(target, before), read(target)
         merged, conflict = merge(target, now, *edits[source])
-        if merged == now:
+        own = split(now)[1] != split(head)[1]
+        if MARKS.search(now):
+            todo = "mend"
+        elif merged == now:
             todo = "nothing"
-        elif now != head:
+        elif own:
             todo = "refuse"
         elif source in waiting:
             todo = "wait"
         else:
             todo = "mark" if conflict else "carry"
-        if todo in ("mark", "wait"):
+        if todo in ("mark", "mend", "wait"):
             waiting.add(target)
-        edits[target] = (target, head, merged) if todo == "carry" or head != now == merged else edits[source]
+        edits[target] = edits[source]
+        if todo == "carry" or (own and todo != "mend"):
+            edits[target] = target, head, merged if todo == "carry" else now
         yield source, target, todo, merged
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
-    parser.add_argument("file", type=os.path.normpath, metavar="FILE", help="a script of the ladder")
+    parser.add_argument("file", metavar="FILE", help="a script of the ladder")
     parser.add_argument("--down", action="store_true", help="into the earlier files as well")
     parser.add_argument("--check", action="store_true", help="say which files lag behind, and change nothing")
     args = parser.parse_args()
     try:
         before = {rung.file: rung.before for rung in read_ladder()}
-        if args.file not in before:
+        file = args.file if args.file in before else Path(os.path.relpath(args.file, ROOT)).as_posix()
+        if file not in before:
             raise ValueError(f"{args.file} is not in ladder.toml")
-        if "\n<<<<<<< " in read(args.file):
-            raise ValueError(f"{args.file} still has the marks of a conflict")
-        edited = split(read(args.file))[1] != split(at_head(args.file, before))[1]
-        steps = list(plan(args.file, before, args.down)) if edited else []
+        if MARKS.search(read(file)):
+            raise ValueError(f"{file} still has the marks of a conflict")
+        if args.down and is_new(file):
+            raise ValueError(f"{file} is new: its idea goes up, not down")
+        edited = split(read(file))[1] != split(at_head(file, before))[1]
+        steps = list(plan(file, before, args.down)) if edited else []
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     if not edited:
-        print(f"{args.file} is as it was committed, docstring aside: nothing to carry")
+        print(f"{file} is as it was committed, docstring aside: nothing to carry")
+        print("(an edit that is committed already: git reset --soft HEAD~1 takes the commit back and leaves the edit)")
     elif not steps:
-        print(f"no script stands on {args.file}: nothing to carry it into")
+        print(f"no script stands on {file}: nothing to carry it into")
     if args.check:
         says = dict(nothing="has it", carry="lags behind", wait="lags behind", mark="lags behind, and will conflict")
-        says["refuse"] = "lags behind, and has uncommitted changes of its own"
-        for _, file, todo, _ in steps:
-            print(f"{file}: {says[todo]}")
+        says |= dict(refuse="differs, and has uncommitted changes of its own", mend="has the marks of a conflict")
+        for _, target, todo, _ in steps:
+            print(f"{target}: {says[todo]}")
         sys.exit(any(todo != "nothing" for _, _, todo, _ in steps))
-    for _, file, todo, _ in steps:
-        if todo == "refuse":
-            parser.error(f"{file} has uncommitted changes of its own: commit them, or git stash push {file}")
+    if marked := [target for _, target, todo, _ in steps if todo == "mend"]:
+        parser.error(f"{marked[0]} still has the marks of a conflict: mend it, and go on from there")
+    if own := [target for _, target, todo, _ in steps if todo == "refuse"]:
+        hint = "if they are an edit carried before, git restore it and the files above it"
+        parser.error(f"{own[0]} has uncommitted changes of its own ({hint})")
     says = dict(nothing="had it", carry="carried", mark="CONFLICT, marked in the file")
-    for source, file, todo, text in steps:
+    for source, target, todo, text in steps:
         try:
             if todo != "nothing":
-                write(file, text)
+                write(target, text)
         except OSError as error:
-            parser.error(f"{file} could not be written, the files listed above were: {error}")
-        print(f"{file}: {says[todo]}")
+            parser.error(f"{target} could not be written, the files listed above were: {error}")
+        print(f"{target}: {says[todo]}")
         if todo == "mark":
-            down = "--down " if before[source] == file else ""
-            print(f"Mend {file} between <<<<<<< and >>>>>>>, then go on with:")
-            print(f"    python tools/propagate.py {down}{file}")
+            down = "--down " if before[source] == target else ""
+            print(f"Mend {target} from <<<<<<< to >>>>>>>, then go on with:")
+            print(f"    python tools/propagate.py {down}{target}")
             if down:
-                print(f"    python tools/propagate.py {args.file}")
+                print(f"    python tools/propagate.py {file}")
             sys.exit(1)
 
 
