@@ -93,6 +93,7 @@ class Step:
     grads: dict = field(default_factory=dict)  # name -> gradient, as the optimizer was given it
     after: dict = field(default_factory=dict)  # name -> weight, as the optimizer left it
     groups: list = field(default_factory=list)  # the settings of the optimizer's groups
+    clock: list = field(default_factory=list)  # what it read, in seconds
     printed: dict = field(default_factory=dict)  # the fields of the printed line
 
     @property
@@ -129,10 +130,12 @@ def watch(script, *args, device="cpu", compiled=False, autocast=True, **environm
         step.after = {name: p.detach().clone() for name, p in parameters.items()}
 
     def clock():
-        steps[-1].events.append("clock")
-        if steps[-1].events.count("clock") == 2:
+        now, step = time.perf_counter(), steps[-1]
+        step.events.append("clock")
+        step.clock.append(now)
+        if len(step.clock) == 2:
             steps.append(Step())
-        return time.perf_counter()
+        return now
 
     original, output = torch.optim.AdamW.step, io.StringIO()
     torch.set_float32_matmul_precision("highest")

@@ -137,6 +137,10 @@ def test_two_ranks_give_the_curve_of_one(ranks):
     one, two = ranks
     assert two.returncode == 0, two.stderr
     assert two.losses == pytest.approx(one.losses, abs=1e-4)
+    for alone, together in zip(one.steps, two.steps, strict=True):
+        assert float(together["norm"]) == pytest.approx(float(alone["norm"]), rel=1e-2)
+        rate = 1024 / float(together["ms"]) * 1000
+        assert float(together["rate"].replace(",", "")) == pytest.approx(rate, rel=1e-2, abs=0.51)
     assert "1 epoch = 1320 batches\n1024 tokens per step = 4 micro-steps * B 2 * T 128 * 1 ranks" in one.stdout
     assert "1 epoch = 660 batches\n1024 tokens per step = 2 micro-steps * B 2 * T 128 * 2 ranks" in two.stdout
 
