@@ -274,7 +274,7 @@ def main():
             if not math.isfinite(loss.item()):
                 sys.exit(f"{parser.prog}: error: the loss is not finite at step {step}")
     except torch._dynamo.exc.TorchDynamoException as error:
-        sys.exit(f"{parser.prog}: error: torch.compile takes a C++ compiler: {' '.join(str(error).split())[:200]}")
+        sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
     except RuntimeError as error:
         if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
             raise
