@@ -115,8 +115,6 @@ class GPT(nn.Module):
         """Fused AdamW in two groups: matrices and embeddings decay, biases and LayerNorm parameters do not."""
         decay = [p for p in self.parameters() if p.dim() >= 2]
         no_decay = [p for p in self.parameters() if p.dim() < 2]
-        for name, group in ("weight decay", decay), ("no weight decay", no_decay):
-            print(f"{name}: {len(group)} tensors with {sum(p.numel() for p in group):,} parameters")
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
 

@@ -110,7 +110,7 @@ def test_the_printed_rate_is_the_one_the_step_is_taken_with(script):
 
 
 @pytest.mark.parametrize("script", since(10))
-def test_only_matrices_decay(script, capsys):
+def test_only_matrices_decay(script):
     module = load(script)
     with torch.device("meta"):
         model = module.GPT(module.MODELS["gpt2"])
@@ -120,9 +120,6 @@ def test_only_matrices_decay(script, capsys):
     names = {p: name for name, p in model.named_parameters()}
     assert all(names[p].endswith("weight") and "ln_" not in names[p] for p in decay)
     assert all(names[p].endswith("bias") or "ln_" in names[p] for p in rest)
-    printed = capsys.readouterr().out
-    assert "weight decay: 50 tensors with 124,354,560 parameters" in printed
-    assert "no weight decay: 98 tensors with 121,344 parameters" in printed
 
 
 @pytest.mark.parametrize("batch", [4, 2, 1])
