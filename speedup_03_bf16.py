@@ -1,9 +1,9 @@
 """Speed-up 03, bf16: autocast runs the forward pass's matrix products in bfloat16.
 
-A bfloat16 is the upper half of a float32: the same range, so no loss scaling, and 8 bits of precision. Activations take
-half the bytes, which is half the time for all that waits on memory, and tensor cores multiply bf16 at twice the rate of
-TF32. Weights, gradients, softmax, LayerNorm and the loss stay float32. A GPU older than compute capability 8.0 only
-emulates bf16: this rung says so and goes on without.
+A bfloat16 is the upper half of a float32: the same range, so no loss scaling, and 8 bits of precision. What the
+products write takes half the bytes, which is half the time for all that waits on it, and tensor cores multiply bf16 at
+twice the rate of TF32. Weights, their gradients, the residual stream, LayerNorm and the loss stay float32; so does
+softmax on a GPU. A GPU older than compute capability 8.0 only emulates bf16: this rung says so and goes on without.
 
     git diff --no-index --word-diff speedup_02_tf32.py speedup_03_bf16.py
 """

@@ -1,7 +1,7 @@
 """Speed-up 07, vocabulary padding: 50304 rows in place of 50257.
 
-50257 is odd. GEMM kernels work on tiles of 8, 64 or 128 and want aligned rows: an odd edge costs a slower kernel for
-the largest matrix product of the model. 50304 = 393 * 128. The 47 extra tokens never occur in the data, and training
+50257 is odd. GEMM kernels work on tiles of 8, 64 or 128 and want aligned rows: an odd edge can cost a slower kernel
+for the largest matrix product of the model. 50304 = 393 * 128. The 47 extra tokens never occur in the data, so training
 learns to give them no probability. In a loaded checkpoint their rows are the mean of the others, which by Jensen's
 inequality moves the loss by at most ln(50304 / 50257), 0.0009. (Rows of zeros have logits of 0. GPT-2's own lie
 around -30 to -100: all the probability would go to tokens that do not exist.)

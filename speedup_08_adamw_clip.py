@@ -2,7 +2,7 @@
 
 beta2 = 0.95 forgets old squared gradients after about 20 steps rather than 1000, and clipping the global norm at 1.0
 (Brown et al. 2020, appendix B) keeps one bad batch from undoing the work of many. A step gets no faster, clipping even
-costs a pass over the gradients: it is what makes the larger learning rate of the next rung safe.
+costs a pass over the gradients: it is insurance for the larger learning rate of the next rung.
 
     git diff --no-index --word-diff speedup_07_vocab_pad.py speedup_08_adamw_clip.py
 """
