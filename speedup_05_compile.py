@@ -200,6 +200,7 @@ def main():
     if device.type == "cpu" and not args.model and not args.init_from:
         print("on a CPU the model is nano, 4 layers 128 wide, at T 128 (--model gpt2 trains GPT-2 all the same)")
         args.model = "nano"
+    torch.utils.deterministic.fill_uninitialized_memory = False  # the next line would fill it with NaN: that costs time
     torch.use_deterministic_algorithms(device.type == "cpu")  # one seed, one curve; on a GPU it would cost speed
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         torch.set_float32_matmul_precision("high")
