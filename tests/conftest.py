@@ -1,7 +1,6 @@
 """What the tests share: the list of scripts, a script as a module, watched from inside, or run as a user runs it."""
 
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -10,12 +9,11 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ladder import ROOT, read_ladder
+from ladder import ROOT, load, read_ladder
 from torch import nn
 
 RUNGS = {rung.file: rung for rung in read_ladder()}
@@ -47,16 +45,6 @@ def since(rung, end=None):
         return script is not None
 
     return [script for script in SCRIPTS if stands_on(script, first) and not (last and stands_on(script, last))]
-
-
-@cache
-def load(script):
-    """A script as a module."""
-    spec = importlib.util.spec_from_file_location(script.removesuffix(".py"), ROOT / script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
 
 
 def nano(script, seed=1337):

@@ -1,10 +1,12 @@
 """The ladder as ladder.toml lists it. Run as a program, it writes the README's table from it."""
 
+import importlib.util
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -13,6 +15,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
+PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 BEGIN, END = "<!-- the ladder, written by `make readme` from ladder.toml -->\n", "<!-- end of the ladder -->\n"
 HEAD = """
 | file | idea | lines | why it is faster | when it is not |
@@ -29,6 +32,7 @@ class Rung:
     before: str | None = None
     touches: Sequence[str] = ()
     limit: int = 0
+    precision: str = ""
     why: str = ""
     when_not: str = ""
 
@@ -39,6 +43,7 @@ def read_ladder():
     for row in tomllib.loads((ROOT / "ladder.toml").read_text(encoding="utf-8"))["rung"]:
         above = [rung.file for rung in rungs]
         row = {"before": above[-1] if above else None} | row
+        row.setdefault("precision", next((r.precision for r in rungs if r.file == row["before"]), ""))
         try:
             if row["before"] not in (above or [None]):
                 raise ValueError(f"{row['before']}, which it is a diff from, is not above it")
@@ -46,10 +51,22 @@ def read_ladder():
                 raise ValueError("it has two rows")
             if above and not (isinstance(row["touches"], list) and isinstance(row["limit"], int)):
                 raise ValueError("touches is a list, limit a number")
+            if row["precision"] not in PRECISIONS:
+                raise ValueError(f"precision is one of {', '.join(PRECISIONS)}")
             rungs.append(Rung(**row))
         except (KeyError, TypeError, ValueError) as error:  # a field too few, too many, or wrong
             raise ValueError(f"ladder.toml: {row.get('file')}: {error}") from None
     return rungs
+
+
+@cache
+def load(script):
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
 
 
 def split(source):
