@@ -3,7 +3,9 @@ PYTHON ?= python3
 help:
 	@echo 'make run       train with speedup_10_fused_adamw.py; ARGS="--steps 200" passes options on'
 	@echo 'make test      lint and run every test'
+	@echo 'make ladder    measure every script on this machine; ARGS="--repeat 3 --peers --profile"'
 	@echo 'make readme    write the table of rungs into README.md from ladder.toml'
+	@echo 'make docs-figures  write what was measured into README.md and docs/img/; ARGS=results/FOLDER'
 	@echo 'make diff-03   what rung 03 changes, word by word; diff-ddp: what ddp_run.py does'
 
 run: .venv/run
@@ -13,6 +15,12 @@ test: .venv/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest $(ARGS)
+
+ladder: .venv/dev
+	.venv/bin/python tools/measure.py $(ARGS)
+
+docs-figures: .venv/dev
+	.venv/bin/python tools/render.py $(ARGS)
 
 readme: .venv/dev
 	.venv/bin/python tools/ladder.py
@@ -38,4 +46,4 @@ diff-%:
 	.venv/bin/python -m pip install -r requirements-dev.txt
 	@touch $@
 
-.PHONY: help readme run test
+.PHONY: docs-figures help ladder readme run test

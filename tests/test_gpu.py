@@ -1,9 +1,10 @@
 """What only a CUDA GPU can show: GPT-2 124M itself, with the defaults that a reader runs."""
 
+import json
 import math
 
 import pytest
-from conftest import SCRIPTS, SUMMARY
+from conftest import ROOT, SCRIPTS, SUMMARY
 
 pytestmark = pytest.mark.gpu
 
@@ -53,3 +54,27 @@ def test_out_of_memory_is_one_line(run):
     assert done.stderr.splitlines() == [
         "baseline.py: error: out of memory with B 300 and T 1024: lower --batch-size or --seq-len"
     ]
+
+
+def test_every_ceiling_is_measured(run):
+    done = run("tools/roof.py")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row for row in found["matmul"] if row["error"]] == []
+    assert found["ceilings_tflops"].get("bf16", math.inf) > found["ceilings_tflops"]["float32"]
+
+
+@pytest.mark.parametrize("script", ["baseline.py", "speedup_06_flash_attn.py", "speedup_10_fused_adamw.py"])
+def test_the_kernels_fill_the_step(run, script):
+    done = run("tools/kernels.py", ROOT / script, "--steps", 9)
+    assert done.returncode == 0, done.stderr
+    groups = json.loads(done.stdout.splitlines()[-1])
+    assert min(groups[kind] for kind in ("matmul", "attention", "softmax and loss", "optimizer")) > 0
+    assert groups["idle"] < sum(groups.values()) / 2
+
+
+@pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
+def test_a_peer_does_the_task_of_rung_10(run, peer):
+    ours, theirs = run("speedup_10_fused_adamw.py", "--steps", 5), run("tools/peers.py", peer, "--steps", 5)
+    assert theirs.returncode == 0, theirs.stderr
+    assert theirs.losses == pytest.approx(ours.losses, abs=0.02)

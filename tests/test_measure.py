@@ -1,0 +1,564 @@
+"""The measuring: its arithmetic on logs made up here, a whole measurement of scripts made up here, and its clock."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import kernels
+import measure
+import pytest
+import render
+import roof
+import torch
+from conftest import ROOT, load
+from torch.utils.flop_counter import FlopCounterMode
+
+# ---- arithmetic
+
+
+def log(times, losses=None, memory=1.5, rate=0):
+    """What a script prints whose steps take these milliseconds."""
+    lines = ["device cpu (made up) | torch 2 | nano 7,000,000 parameters | B 4 T 128", "loaded 338025 tokens"]
+    for step, ms in enumerate(times):
+        loss = losses[step] if losses else 10 - step / 100
+        lines.append(f"step {step:4d} | loss {loss:.6f} | lr 6.0000e-04 | dt {ms:8.2f} ms | {rate:10,.0f} tok/s")
+    return "\n".join([*lines, f"median of steps 0-1: 1.00 ms, 1 tok/s, peak memory {memory:.2f} GiB\n"])
+
+
+def record(name, passes, before=None, precision="float32", errors=()):
+    """A row of ladder.json that ran with these times, a list per pass."""
+    runs = []
+    for number, times in enumerate(passes):
+        error = dict(errors).get(number)
+        run = measure.parse(log(times), error or "", 1 if error else 0, len(times))
+        runs.append({"pass": number, "cold": number == 0, "process_s": 9.0} | run)
+    row = {"name": name, "kind": "rung", "before": before, "precision": precision, "command": f"python {name}"}
+    return row | {"runs": runs, "profile": None, "fit": None}
+
+
+def measurement(*rows, **ceilings):
+    settings = {"model": "nano", "batch_size": 4, "seq_len": 128, "steps": 20, "device": "cpu", "repeat": 2}
+    machine = {"device": "cpu", "name": "Made Up", "cpu": "Made Up", "cores": 2, "memory_gib": 8.0, "torch": "2"}
+    machine |= dict.fromkeys(("device_memory_gib", "capability", "driver", "cuda")) | {"python": "3", "system": "Linux"}
+    data = {
+        "settings": settings | {"peers": False, "profile": False, "fit": False},
+        "machine": machine,
+        "commit": None,
+        "command": "python tools/measure.py",
+        "started": "2026-01-02T03:04:05+00:00",
+        "finished": "2026-01-02T03:14:05+00:00",
+        "roof": {"flops_per_token": 2_000_000_000, "ceilings_tflops": ceilings, "copy_gb_per_s": 20.0, "matmul": []},
+        "rows": list(rows),
+    }
+    measure.summarise(data)
+    return data
+
+
+SLOW, FAST = [900.0] * 10 + [100.0] * 10, [900.0] * 10 + [50.0] * 10
+
+
+def test_a_log_is_read_as_printed():
+    run = measure.parse(log([12.5, 7.25], [10.5, 9.25], memory=2.75), steps=2)
+    assert run == {
+        "times_ms": [12.5, 7.25],
+        "losses": [10.5, 9.25],
+        "peak_memory_gib": 2.75,
+        "parameters": 7_000_000,
+        "error": None,
+    }
+
+
+def test_the_steps_that_count_are_those_of_the_scripts():
+    assert measure.steady(list(range(20))) == list(range(10, 20))
+    assert measure.steady(list(range(50))) == list(range(10, 50))
+    assert measure.steady(list(range(19))) == list(range(9, 19))
+    assert measure.steady([5.0]) == [5.0]
+
+
+def test_known_times_give_known_medians_ratios_and_shares():
+    uneven = [900.0] * 10 + [40, 40, 40, 50, 50, 50, 50, 60, 60, 80.0]
+    data = measurement(
+        record("a", [SLOW]), record("b", [uneven], before="a", precision="bf16"), float32=40.0, bf16=50.0
+    )
+    a, b = data["rows"]
+    assert (a["median_ms"], a["quartiles_ms"], a["tokens_per_s"]) == (100, [100, 100], 5120)  # 4 * 128 / 0.1 s
+    assert (b["median_ms"], b["quartiles_ms"], b["tokens_per_s"]) == (50, [42.5, 57.5], 10240)
+    assert b["over_baseline"] == b["over_before"] == {"median": 2, "low": 2, "high": 2}
+    assert a["over_baseline"]["median"] == 1 and a["over_before"] is None
+    assert a["first_step_s"] == 0.9 and a["peak_memory_gib"] == 1.5 and a["parameters"] == 7_000_000
+    assert a["tflops"] == 5120 * 2e9 / 1e12 and b["tflops"] == 2 * a["tflops"]
+    assert a["roof_share"] == pytest.approx(0.256, rel=1e-3)  # 10.24 TFLOP/s of 40
+    assert b["roof_share"] == pytest.approx(0.4096, rel=1e-3)
+
+
+def test_a_ratio_is_taken_within_a_pass_and_its_spread_is_that_of_the_passes():
+    # the machine is half as fast in the second pass: across the passes b would seem between 1 and 4 times as fast
+    slower = [2 * ms for ms in SLOW], [2 * ms for ms in FAST]
+    data = measurement(record("a", [SLOW, slower[0], SLOW]), record("b", [FAST, slower[1], [40.0] * 20], before="a"))
+    assert data["rows"][1]["over_before"] == {"median": 2, "low": 2, "high": 2.5}
+
+
+def test_a_pass_that_failed_is_left_out_of_both_sides():
+    errors = [(0, "a.py: error: out of memory with B 4 and T 128")]
+    data = measurement(record("a", [SLOW, SLOW]), record("b", [[1.0] * 20, FAST], "a", errors=errors))
+    assert data["rows"][1]["over_before"]["high"] == 2
+    assert data["rows"][1]["error"].startswith("a.py: error: out of memory")
+    assert data["rows"][1]["first_step_s"] is None  # only the pass that failed was cold
+    assert "a pass failed" in render.summary(data)
+
+
+def test_a_rung_that_fails_is_a_row_that_says_why():
+    errors = [(0, "warning\nb.py: error: out of memory with B 4 and T 128: lower --batch-size\n")]
+    data = measurement(record("a", [SLOW]), record("b", [[]], "a", errors=errors), record("c", [FAST], "b"))
+    a, b, c = data["rows"]
+    assert b["error"] == "b.py: error: out of memory with B 4 and T 128: lower --batch-size"
+    assert b["median_ms"] is None and b["tokens_per_s"] is None and b["over_baseline"] is None
+    assert c["over_before"] is None and c["over_baseline"]["median"] == 2
+    for text in (render.summary(data), render.markdown(data)):
+        assert "out of memory with B 4 and T 128" in text
+
+
+@pytest.mark.parametrize(
+    "status, errors, said",
+    [
+        (1, "Traceback\n  ...\nValueError: why\n", "ValueError: why"),
+        (
+            1,
+            "x.py: error: no compiler\n=====\nroot cause\n",
+            "x.py: error: no compiler",
+        ),  # torchrun's report comes after
+        (-9, "half a line", "killed by SIGKILL"),
+        (3, "", "status 3"),
+    ],
+)
+def test_why_a_run_failed(status, errors, said):
+    assert measure.parse(log([1.0]), errors, status, 1)["error"] == said
+
+
+def test_a_log_cut_in_half_keeps_its_whole_lines():
+    whole = log(SLOW)
+    for length in range(len(whole)):
+        run = measure.parse(whole[:length], steps=20)
+        assert run["times_ms"] == SLOW[: len(run["times_ms"])]
+        assert len(run["losses"]) == len(run["times_ms"])
+        if len(run["times_ms"]) < 20:
+            assert run["error"] == f"ended after {len(run['times_ms'])} of 20 steps"
+
+
+def test_steps_of_zero_length_are_no_speed():
+    data = measurement(record("a", [SLOW]), record("b", [[5.0] * 10 + [0.0] * 10], "a"))
+    assert "no length" in data["rows"][1]["error"]
+    assert data["rows"][1]["tokens_per_s"] is None
+
+
+def test_a_precision_that_the_device_lacks_is_not_held_against_it():
+    lines = "no TF32 here: it takes a GPU\nno bf16 here: this GPU only emulates it\n"
+    assert measure.precision_used("bf16", "") == "bf16"
+    assert measure.precision_used("tf32", lines) == measure.precision_used("bf16", lines) == "float32"
+    assert measure.precision_used("bf16", "no bf16 here") == "tf32"
+
+
+@pytest.mark.parametrize("start", [1, 4, 16, 4096])
+@pytest.mark.parametrize("limit", [0, 1, 3, 8, 9, 27, 28, 512, 10**9])
+def test_the_largest_size_that_fits_is_found_in_few_trials(limit, start):
+    grid, trials = measure.sizes_up_to(4096), []
+
+    def fits(size):
+        trials.append(size)
+        return size <= limit
+
+    assert measure.largest(fits, grid, grid.index(start)) == max((size for size in grid if size <= limit), default=None)
+    assert len(trials) == len(set(trials)) <= 12
+    assert grid[:12] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16] and grid[-1] == 4096
+
+
+# ---- the roof
+
+
+@pytest.mark.parametrize("script", ["baseline.py", "speedup_04_residual_init.py"])
+def test_the_flops_of_a_token_are_those_that_pytorch_counts(script):
+    module = load(script)
+    config = module.GPTConfig(block_size=64, vocab_size=517, n_layer=3, n_head=2, n_embd=48)
+    x = torch.randint(517, (2, 64))
+    with FlopCounterMode(display=False) as counter:
+        module.GPT(config)(x, x)[1].backward()
+    assert counter.get_total_flops() == roof.flops_per_token(config, 64) * x.numel()
+
+
+def test_a_ceiling_is_operations_over_seconds(monkeypatch):
+    monkeypatch.setattr(roof, "seconds", lambda *args, **names: 0.5)
+    config = SimpleNamespace(n_embd=32, vocab_size=100, n_layer=1)
+    found = roof.measure(config, tokens=64, device=torch.device("cpu"))
+    row = next(row for row in found["matmul"] if (row["precision"], row["name"]) == ("bf16", "lm_head"))
+    assert row["shape"] == (64, 32, 100) and row["tflops"] == pytest.approx(2 * 64 * 32 * 100 / 0.5 / 1e12, rel=1e-3)
+    assert found["ceilings_tflops"]["float32"] == pytest.approx(2 * 2048**3 / 0.5 / 1e12, rel=1e-3)  # the large square
+    assert found["copy_gb_per_s"] == pytest.approx(2 * 2**28 / 0.5 / 1e9, rel=1e-3)  # read and written
+
+
+def test_a_product_is_timed_with_the_device_waited_for():
+    spent = roof.seconds("sleep(0.02)", torch.device("cpu"), sleep=time.sleep)
+    assert 0.02 <= spent < 0.04
+
+
+# ---- where the time goes
+
+
+def span(name, start, length, category="cpu_op", **args):
+    return {"ph": "X", "name": name, "ts": start, "dur": length, "tid": 1, "cat": category, "args": args}
+
+
+def test_operations_of_a_cpu_are_grouped_by_the_time_spent_in_themselves():
+    step = [
+        span("ProfilerStep#5", 0, 10_000, "user_annotation"),
+        span("aten::linear", 1000, 3000),
+        span("aten::addmm", 1500, 2000),
+        span("aten::bmm", 4000, 500),
+        span("aten::_log_softmax", 4500, 500),
+        span("aten::gelu", 5000, 250),
+        span("aten::copy_", 5250, 250),
+        span("graph_0_cpp_fused__to_copy_add_native_layer_norm_2", 5500, 500),
+        span("Optimizer.step#AdamW.step", 8000, 1500, "user_annotation"),
+        span("aten::mul_", 8500, 500),
+        span("aten::mm", 20_000, 5000),  # after the last step
+    ]
+    assert kernels.grouped(step) == {
+        "matmul": 2.0,
+        "attention": 0.5,
+        "softmax and loss": 0.5,
+        "normalisation and element-wise": 0.25 + 0.5 + 1.0,  # linear's own time is in here
+        "optimizer": 1.5,
+        "copies": 0.25,
+        "idle": 10 - 0.5 - 0.5 - 2 - 1 - 1.5 - 0.25 - 0.5 - 0.25,
+    }
+
+
+def test_kernels_of_a_gpu_are_grouped_by_their_name_and_by_what_launched_them():
+    gemm = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64"
+    launches = ["aten::mm", "aten::bmm", "aten::_softmax", "aten::copy_", "aten::gelu", "aten::_foreach_mul_"]
+    events = [span(f"ProfilerStep#{n}", 10_000 * n, 10_000, "user_annotation") for n in (0, 1)]
+    events += [span(name, 100 * i, 50, **{"External id": i}) for i, name in enumerate(launches)]
+    kernel = [
+        (gemm, 1000, 0),
+        (gemm, 200, 1),  # the same kernel, but attention's
+        ("void cunn_SoftMaxForward", 300, 2),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", 400, 3),
+        ("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", 500, 4),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", 600, 5),
+        ("triton_red_fused__log_softmax_nll_loss_forward_3", 700, None),
+        ("triton_per_fused__to_copy_native_layer_norm_4", 800, None),
+        ("triton_poi_fused__to_copy_1", 900, None),
+        ("pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", 1100, None),
+    ]
+    for at, (name, length, external) in enumerate(kernel):
+        events.append(
+            span(name, 2000 + at, length, "kernel", **{"External id": external} if external is not None else {})
+        )
+    events.append(span("Memcpy HtoD (Pinned -> Device)", 19_000, 50, "gpu_memcpy"))
+    found = kernels.grouped(events)
+    assert found == {  # of two steps
+        "matmul": 0.5,
+        "attention": 0.65,
+        "softmax and loss": 0.5,
+        "normalisation and element-wise": 0.65,
+        "optimizer": 0.3,
+        "copies": 0.675,
+        "idle": 10 - 3.275,
+    }
+
+
+def test_the_time_of_a_real_step_is_all_there(run):
+    done = run("tools/kernels.py", ROOT / "baseline.py", "--steps", measure.PROFILED_STEPS)
+    assert done.returncode == 0, done.stderr
+    groups = json.loads(done.stdout.splitlines()[-1])
+    printed = [float(step["ms"]) for step in done.steps[5:8]]
+    assert min(printed) / 1.25 < sum(groups.values()) < 1.25 * max(printed)
+    assert groups["idle"] < sum(groups.values()) / 3
+    assert min(groups[kind] for kind in ("matmul", "softmax and loss", "optimizer", "attention")) > 0
+    assert list(groups) == list(render.GROUPS)
+
+
+# ---- peers
+
+
+@pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
+def test_a_peer_does_the_task_of_rung_10(peer, run):
+    arguments = ["--model", "nano", "--batch-size", 2, "--seq-len", 32, "--steps", 6]
+    ours = run("speedup_10_fused_adamw.py", *arguments, TORCHDYNAMO_DISABLE="1")
+    theirs = run("tools/peers.py", peer, *arguments, TORCHDYNAMO_DISABLE="1")
+    assert theirs.returncode == 0, theirs.stderr
+    assert theirs.losses == pytest.approx(ours.losses, abs=4e-3)  # 47 rows of padding, bf16
+    assert len(theirs.losses) == 6 and ours.losses[-1] < ours.losses[0] - 0.1
+
+
+# ---- a measurement of made-up scripts
+
+SCRIPT = """
+import sys, time, pathlib
+name, here = pathlib.Path(__file__).name, pathlib.Path(__file__).parent
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+B, T, steps = (int(flags[f"--{flag}"]) for flag in ("batch-size", "seq-len", "steps"))
+with open(here / "order.txt", "a") as file:
+    print(name, B, steps, file=file)
+if flags["--model"] != "nano":
+    sys.exit(print(f"{name}: error: argument --model: invalid choice", file=sys.stderr) or 2)
+if B * T + 1 > 10_000:
+    sys.exit(print(f"{name}: error: 10000 tokens are too few", file=sys.stderr) or 2)
+if (here / f"{name}.oom").exists() or B > LIMIT:
+    sys.exit(print(f"{name}: error: out of memory with B {B} and T {T}: lower it", file=sys.stderr) or 1)
+print(f"device cpu (made up) | torch 2 | nano 1,000 parameters | B {B} T {T}")
+for step in range(steps):
+    print(f"step {step:4d} | loss {9 - step / 10:.6f} | dt {TIME * B:8.2f} ms | {1:10,.0f} tok/s", flush=True)
+    while (here / f"{name}.slow").exists():
+        time.sleep(0.01)
+print(f"median of steps 0-1: 1.00 ms, 1 tok/s, peak memory {B:.2f} GiB")
+"""
+MACHINE = {"device": "cpu", "name": "Made Up(R) 9000", "cpu": "Made Up", "cores": 2, "memory_gib": 8.0, "torch": "2"}
+MACHINE |= dict.fromkeys(("device_memory_gib", "capability", "driver", "cuda")) | {"python": "3", "system": "Linux"}
+GROUPS = dict.fromkeys(render.GROUPS, 1.0)
+
+
+@pytest.fixture
+def made_up(tmp_path):
+    """A project of three made-up scripts, c.py out of memory from B 13 on, with its own roof, machine and profiler."""
+    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "results").mkdir()
+    shutil.copy(ROOT / "results" / "ladder.schema.json", tmp_path / "results")
+    rows = "".join(
+        f'[[rung]]\nfile = "{name}.py"\nidea = ""\ntouches = []\nlimit = 1\nprecision = "float32"\n' for name in "abc"
+    )
+    (tmp_path / "ladder.toml").write_text(rows)
+    for name, ms, limit in (("a", 8, 9), ("b", 4, 9), ("c", 2, 12)):
+        (tmp_path / f"{name}.py").write_text(SCRIPT.replace("TIME", str(ms)).replace("LIMIT", str(limit)))
+    ceiling = measurement(record("a", [SLOW]), float32=0.5)["roof"]
+    (tmp_path / "tools" / "roof.py").write_text(f"print('''{json.dumps(ceiling)}''')")
+    (tmp_path / "tools" / "machine.py").write_text(f"print('''{json.dumps(MACHINE)}''')")
+    (tmp_path / "tools" / "kernels.py").write_text(
+        "import json, runpy, sys\nsys.argv.pop(0)\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+        f"print(json.dumps({GROUPS}))\n"
+    )
+
+    def call(*arguments):
+        words = [sys.executable, "tools/measure.py", "--model", "nano", "--steps", "4", *map(str, arguments)]
+        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    def order():
+        lines = (tmp_path / "order.txt").read_text().splitlines()
+        (tmp_path / "order.txt").write_text("")
+        return [line.split(".")[0] for line in lines]
+
+    def result(folder=None):
+        (path,) = (folder or tmp_path / "results").glob("**/ladder.json")
+        return path, render.read(path)  # which validates it
+
+    return SimpleNamespace(folder=tmp_path, call=call, order=order, result=result)
+
+
+def test_the_passes_are_interleaved_and_all_is_written(made_up):
+    done = made_up.call("--repeat", 2, "--profile")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert made_up.order() == ["a", "b", "c", "a", "b", "c", "a", "b", "c"]  # the last three under the profiler
+    path, data = made_up.result()
+    assert path.parent.name.startswith("cpu-made-up-r-9000-20")
+    assert [row["tokens_per_s"] for row in data["rows"]] == [4 * 128 / 0.032, 4 * 128 / 0.016, 4 * 128 / 0.008]
+    assert [row["over_baseline"]["median"] for row in data["rows"]] == [1, 2, 4]
+    assert [row["profile"]["groups_ms"] for row in data["rows"]] == [GROUPS] * 3
+    assert data["finished"] and data["rows"][0]["runs"][1]["pass"] == 1
+    assert data["rows"][0]["runs"][0]["cold"] and not data["rows"][0]["runs"][1]["cold"]
+    plots = {f"{name}.svg" for name in ("tokens", "memory", "loss-steps", "loss-time", "kernels")}
+    assert {file.name for file in path.parent.iterdir()} == plots | {"ladder.json", "summary.txt"}
+    assert (path.parent / "summary.txt").read_text() in done.stdout
+    again = made_up.call("--repeat", 2, "--profile")
+    assert again.returncode == 0 and made_up.order() == []  # nothing was left to do
+    assert made_up.result()[1] == data
+
+
+def test_what_fails_is_a_row_and_is_tried_again(made_up):
+    (made_up.folder / "b.py.oom").touch()
+    done = made_up.call("--repeat", 2)
+    assert done.returncode == 0 and made_up.order() == list("abcabc")
+    assert "b.py: error: out of memory with B 4 and T 128" in done.stdout
+    path, data = made_up.result()
+    assert [bool(row["error"]) for row in data["rows"]] == [False, True, False]
+    (made_up.folder / "b.py.oom").unlink()
+    assert made_up.call("--repeat", 2).returncode == 0 and made_up.order() == list("bb")
+    assert [row["error"] for row in made_up.result()[1]["rows"]] == [None] * 3
+
+
+def test_all_failing_is_a_failure(made_up):
+    for name in "abc":
+        (made_up.folder / f"{name}.py.oom").touch()
+    done = made_up.call()
+    assert done.returncode == 1 and done.stderr == "measure.py: error: every script failed\n"
+
+
+@pytest.mark.parametrize("sent, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(made_up, sent, status):
+    (made_up.folder / "b.py.slow").touch()
+    words = [sys.executable, "tools/measure.py", "--model", "nano", "--steps", "4"]
+    child = subprocess.Popen(words, cwd=made_up.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "pass 1/1  a.py" not in child.stdout.readline():
+        assert child.poll() is None
+    while "b.py" not in (made_up.folder / "order.txt").read_text():
+        time.sleep(0.01)
+    os.kill(child.pid, sent)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == status and "Traceback" not in errors
+    _, data = made_up.result()
+    assert [len(row["runs"]) for row in data["rows"]] == [1, 0, 0] and not data["finished"]
+    (made_up.folder / "b.py.slow").unlink()
+    assert made_up.order() == list("ab")
+    assert made_up.call().returncode == 0 and made_up.order() == list("bc")
+    assert made_up.result()[1]["finished"]
+
+
+def test_another_measurement_is_never_written_over(made_up):
+    assert made_up.call().returncode == 0
+    path, _ = made_up.result()
+    before = path.read_bytes()
+    done = made_up.call("--repeat", 5)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "with other settings: --out names another folder" in done.stderr
+    assert path.read_bytes() == before
+    assert made_up.call("--repeat", 5, "--out", made_up.folder / "elsewhere").returncode == 0
+    assert made_up.result(made_up.folder / "elsewhere")[1]["settings"]["repeat"] == 5
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--model", "gpt5"], "argument --model: invalid choice"),  # the script's own words
+        (["--batch-size", 0], "at least 1"),
+        (["--batch-size", 100], "10000 tokens are too few"),
+        (["--steps", "many"], "many"),
+        (["--fit"], "--fit takes a GPU"),
+        (["--out", "a.py"], "a.py"),
+        (["--out", "broken"], "ladder.json is no measurement"),
+        (["--out", "foreign"], "ladder.json is no measurement"),
+    ],
+)
+def test_a_mistake_is_one_line(made_up, arguments, said):
+    for name, text in (("broken", '{"settings": {'), ("foreign", '{"speed": "fast"}')):
+        (made_up.folder / name).mkdir()
+        (made_up.folder / name / "ladder.json").write_text(text)
+    done = made_up.call(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("measure.py: error: ") and said in done.stderr
+    assert (made_up.folder / "broken" / "ladder.json").read_text() == '{"settings": {'
+
+
+def test_fit_finds_the_largest_batch_and_measures_there(made_up):
+    gpu = MACHINE | {"device": "cuda", "device_memory_gib": 80.0, "driver": "1", "cuda": "1"}
+    (made_up.folder / "tools" / "machine.py").write_text(f"print('''{json.dumps(gpu)}''')")
+    (made_up.folder / "c.py").write_text((made_up.folder / "c.py").read_text().replace("B > 12", "B > 10**9"))
+    done = made_up.call("--fit", "--repeat", 1)
+    assert done.returncode == 0, done.stderr
+    fits = [row["fit"] for row in made_up.result()[1]["rows"]]
+    assert [fit["batch_size"] for fit in fits] == [
+        8,
+        8,
+        64,
+    ]  # the grid's last up to 9; 78 * 128 + 1 tokens are the text
+    assert [fit["limit"] for fit in fits] == ["memory", "memory", "text"]
+    assert [fit["tokens_per_s"] for fit in fits] == [16_000, 32_000, 64_000]
+    assert fits[2]["peak_memory_gib"] == 64
+    trials = [line for line in made_up.folder.joinpath("order.txt").read_text().splitlines() if line.startswith("b")]
+    assert len(trials) == 4  # the pass, 8, 10, and the measurement at 8: it starts where a.py ended
+
+
+# ---- figures
+
+
+def test_drawing_again_changes_nothing(tmp_path):
+    data = measurement(record("a.py", [SLOW]), record("b.py", [FAST], "a.py"), float32=0.5)
+    data["rows"][0]["profile"] = {"groups_ms": GROUPS, "error": None}
+    for folder in ("first", "second"):
+        names = render.draw(data, tmp_path / folder)
+        assert names == ["tokens", "memory", "loss-steps", "loss-time", "kernels"]
+    for path in (tmp_path / "first").iterdir():
+        svg = path.read_text()
+        assert svg == (tmp_path / "second" / path.name).read_text()
+        assert "prefers-color-scheme: dark" in svg
+        for unit in {"tokens": ["tokens per second"], "memory": ["GiB"], "kernels": ["milliseconds per step"]}.get(
+            path.stem, ["nats per token", "step"]
+        ):
+            assert unit in svg
+
+
+def test_the_readme_and_its_figures_are_those_of_the_results(tmp_path):
+    shown = render.newest()
+    assert shown, "there is no finished measurement"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    kept = {path: path.read_bytes() for path in (ROOT / "docs" / "img").glob("*.svg")}
+    start, end = readme.index(render.BEGIN) + len(render.BEGIN), readme.index(render.END)
+    copy = tmp_path / "project"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "docs", "__pycache__", ".*_cache"))
+    done = subprocess.run([sys.executable, "tools/render.py"], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (copy / "README.md").read_text(encoding="utf-8")[start:end] == readme[start:end]
+    drawn = {ROOT / path.relative_to(copy): path.read_bytes() for path in (copy / "docs" / "img").iterdir()}
+    assert sorted(drawn) == sorted(kept)
+    if sys.version_info >= (3, 11):  # before it another matplotlib draws
+        assert drawn == kept
+
+
+def test_render_refuses_what_is_no_measurement(tmp_path):
+    (tmp_path / "ladder.json").write_text("{}")
+    readme = (ROOT / "README.md").read_bytes()
+    for folder, said in ((tmp_path, "is no measurement"), (tmp_path / "nowhere", "No such file")):
+        done = subprocess.run([sys.executable, "tools/render.py", folder], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+        assert done.stderr.startswith("render.py: error: ") and said in done.stderr
+        assert (ROOT / "README.md").read_bytes() == readme
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/ladder.json")), ids=lambda path: path.parent.name)
+def test_committed_results_are_valid_and_add_up(path):
+    data = render.read(path)
+    text = json.dumps(data)
+    measure.summarise(data)
+    assert json.dumps(data) == text
+
+
+# ---- the real thing
+
+
+def test_two_real_rungs_are_measured(tmp_path):
+    copy = tmp_path / "project"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache"))
+    head, *rows = (ROOT / "ladder.toml").read_text(encoding="utf-8").split("[[rung]]")
+    (copy / "ladder.toml").write_text("[[rung]]".join([head, *rows[:2]]), encoding="utf-8")
+    words = ["--model", "nano", "--batch-size", 1, "--seq-len", 16, "--steps", 4, "--repeat", 2, "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "tools/measure.py", *map(str, words), "--out", tmp_path / "out"],
+        cwd=copy, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    data = render.read(tmp_path / "out" / "ladder.json")
+    assert [row["parameters"] for row in data["rows"]] == [13_790_208, 7_357_312]
+    assert all(len(run["times_ms"]) == 4 for row in data["rows"] for run in row["runs"])
+    assert data["roof"]["flops_per_token"] == 6 * (12 * 4 * 128**2 + 50257 * 128) + 12 * 4 * 128 * 16
+    assert all(0 < row["roof_share"] < 1 for row in data["rows"])
+    assert data["machine"]["torch"] == torch.__version__
+
+
+def test_the_measured_speed_agrees_with_an_outside_clock(run):
+    """By the process: 60 steps less 20. The machine is shared, so one try of three must agree."""
+    for _ in range(3):
+        spent, said = {}, {}
+        for steps in (20, 60):
+            start = time.perf_counter()
+            done = run("speedup_04_residual_init.py", "--steps", steps)
+            spent[steps] = time.perf_counter() - start
+            said[steps] = sum(float(step["ms"]) for step in done.steps) / 1000
+        measured = measure.parse(done.stdout, steps=60)
+        rate = 4 * 128 / (sum(measure.steady(measured["times_ms"])) / 50 / 1000)
+        outside = 40 * 4 * 128 / (spent[60] - spent[20])
+        if rate == pytest.approx(outside, rel=0.05):
+            return
+    pytest.fail(f"measured {rate:.0f} tok/s, by the outside clock {outside:.0f}")

@@ -1,0 +1,110 @@
+"""Where the time of a script's step goes, by kind of kernel:  python tools/kernels.py speedup_05_compile.py --steps 10
+
+Runs the script as it is under torch.profiler, looks at 3 steady steps, and prints JSON in a line after its own:
+milliseconds per step. On a GPU the kernels are grouped, each by its name and by the operation that launched it; idle is
+when none ran. On a CPU the operations are, each by the time that it spent in itself; idle is Python and dispatch.
+"""
+
+import json
+import re
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+
+STEPS = 3
+# The first that matches names the group. A compiled kernel's name lists all that was fused into it.
+GROUPS = {
+    "optimizer": r"optimizer\.|adam|multi_tensor|_foreach_|vector_norm|lpnorm",
+    "attention": r"flash|fmha|attention|sdpa|bmm",  # the batched products are those of attention written out
+    "softmax and loss": r"softmax|nll_loss|cross_entropy",
+    "matmul": r"gemm|gemv|nvjet|cutlass|cublas|splitk|\b(add)?mm\b",
+    "copies": r"memcpy|memset|direct_copy|aten::(copy_|fill_|zero_|cat)$|fused__to_copy(_t|_view)*_\d+$",
+    "normalisation and element-wise": "",
+}
+NO_WORK = re.compile(r"CompiledFxGraph|^CompiledFunction|Torch-Compiled|Dynamo|^autograd::engine")
+
+
+def group(name, path=""):
+    """The group of a kernel or operation, from its name and the names of what it was called in."""
+    optimizer, *others = GROUPS
+    if re.search(GROUPS[optimizer], f"{path} {name}", re.IGNORECASE):
+        return optimizer
+    return next(kind for kind in others if re.search(GROUPS[kind], name, re.IGNORECASE))
+
+
+def nested(events):
+    """(event, names of those around it, time spent in itself) of the events of one thread. Times are microseconds."""
+    done, stack = [], []
+    for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+        while stack and stack[-1][0]["ts"] + stack[-1][0]["dur"] <= event["ts"]:
+            stack.pop()
+        if stack:
+            stack[-1][2] -= event["dur"]
+        stack.append([event, [around["name"] for around, *_ in stack], event["dur"]])
+        done.append(stack[-1])
+    return done
+
+
+def grouped(trace):
+    """Milliseconds per step by group, from the events of a Chrome trace of torch.profiler."""
+    events = [event for event in trace if event.get("ph") == "X"]
+    steps = {event["name"]: event for event in events if event["name"].startswith("ProfilerStep")}.values()
+    start, end = min(step["ts"] for step in steps), max(step["ts"] + step["dur"] for step in steps)
+    events = [e for e in events if start <= e["ts"] < end and not e["name"].startswith("ProfilerStep")]
+    threads = {}
+    for event in events:
+        if event.get("cat") in ("cpu_op", "user_annotation"):
+            threads.setdefault(event["tid"], []).append(event)
+    operations = [row for thread in threads.values() for row in nested(thread)]
+    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    total = dict.fromkeys(["matmul", "attention", "softmax and loss", "normalisation and element-wise"], 0.0)
+    total |= {"optimizer": 0.0, "copies": 0.0}
+    if kernels:
+        launched_in = {event["args"]["External id"]: (event["name"], " ".join(path)) for event, path, _ in operations
+                       if "External id" in event.get("args", {})}  # fmt: skip
+        for kernel in kernels:
+            operation, path = launched_in.get(kernel["args"].get("External id"), ("", ""))
+            kind = group(kernel["name"], f"{path} {operation}")
+            if kind in ("matmul", "normalisation and element-wise") and operation.startswith("aten::"):
+                kind = group(operation)  # cuBLAS has one name for a product in attention and any other
+            total[kind] += kernel["dur"]
+    else:
+        for event, path, own in operations:
+            if not NO_WORK.search(event["name"]):
+                total[group(event["name"], " ".join(path))] += own
+    total["idle"] = max(0.0, end - start - sum(total.values()))
+    return {kind: round(time / 1000 / len(steps), 4) for kind, time in total.items()}
+
+
+def profile(script):
+    """Run a script, whose arguments are in sys.argv, and return what grouped() does."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    torch._inductor.config.cpp.enable_kernel_profile = True  # or compiled C++ would be one nameless block
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "trace.json")
+        profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=4, warmup=1, active=STEPS, repeat=1),
+            on_trace_ready=lambda done: done.export_chrome_trace(path),
+        )
+
+        def end_of_step(*_):
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # the queued kernels belong to this step
+            profiler.step()
+
+        register_optimizer_step_post_hook(end_of_step)
+        with profiler:
+            runpy.run_path(script, run_name="__main__")
+        if not Path(path).exists():
+            sys.exit("kernels.py: error: it takes at least 9 steps")
+        return grouped(json.loads(Path(path).read_text())["traceEvents"])
+
+
+if __name__ == "__main__":
+    sys.argv.pop(0)
+    if not sys.argv or not Path(sys.argv[0]).is_file():
+        sys.exit(f"kernels.py: error: {' '.join(sys.argv[:1]) or 'nothing'}: there is no such script to run")
+    print(json.dumps(profile(sys.argv[0])))

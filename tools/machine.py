@@ -1,0 +1,46 @@
+"""What a measurement ran on, as JSON:  python tools/machine.py --device cuda
+
+A program of its own, because whoever asks a GPU for its name holds some of its memory until he ends.
+"""
+
+import argparse
+import json
+import os
+import platform
+
+import cpuinfo
+import psutil
+import torch
+from torch.utils import collect_env
+
+
+def describe(device):
+    """Names, versions and sizes. Memory in GiB; what the device does not have is None."""
+    module = torch.get_device_module(device)
+    cpu = cpuinfo.get_cpu_info().get("brand_raw") or platform.machine()
+    cuda = device.type == "cuda"
+    return {
+        "device": str(device),
+        "name": module.get_device_name(device) if hasattr(module, "get_device_name") else cpu,
+        "device_memory_gib": round(module.mem_get_info(device)[1] / 2**30, 1) if cuda else None,
+        "capability": ".".join(map(str, module.get_device_capability(device))) if cuda else None,
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
+        "cuda": torch.version.cuda or torch.version.hip,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
+
+
+if __name__ == "__main__":
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    args = parser.parse_args()
+    try:
+        print(json.dumps(describe(torch.device(args.device)), indent=1))
+    except (AssertionError, RuntimeError) as error:  # torch's way to say that there is no such device
+        parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")

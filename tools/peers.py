@@ -1,0 +1,182 @@
+"""What one would use instead of the ladder: transformers' GPT-2, in three training loops that a user would write.
+
+    python tools/peers.py plain      a loop as plain as it gets, float32
+    python tools/peers.py compiled   the same loop with bf16 and torch.compile
+    python tools/peers.py trainer    transformers.Trainer with bf16, torch.compile and fused AdamW
+
+All do what speedup_10_fused_adamw.py does, so that only the implementation differs: its batches, its first weights (but
+for the rows that pad the vocabulary, which transformers does not have), its optimizer, clipping and schedule; no
+dropout. So its loss curve is theirs. They print the lines that it prints.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+
+import numpy as np
+import torch
+from ladder import load
+from torch import nn
+
+os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+rung = load("speedup_10_fused_adamw.py")
+
+
+def build(name):
+    """transformers' model with the weights that the rung starts from."""
+    ours = rung.GPT(rung.MODELS[name])
+    c = ours.config
+    shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "n_positions": c.block_size}
+    model = GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
+    theirs = model.state_dict()
+    for key, w in ours.state_dict().items():
+        conv1d = key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))  # stored (in, out)
+        theirs[key].copy_(w.t() if conv1d else w[: len(theirs[key])])
+    return model.train()
+
+
+def plain(model, loader, steps, device, report, use_bf16=False):
+    """The plainest loop."""
+    model.to(device)
+    optimizer = rung.GPT.configure_optimizers(model)
+    for step in range(steps):
+        start = report.clock()
+        x, y = (t.to(device) for t in loader.next_batch())
+        optimizer.zero_grad()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
+            loss = model(input_ids=x, labels=y, shift_labels=y).loss  # y is shifted already
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rung.get_lr(step, steps)
+        optimizer.step()
+        report(report.clock() - start, loss.item())
+
+
+def compiled(model, loader, steps, device, report):
+    """The same with bf16 and torch.compile."""
+    torch.set_float32_matmul_precision("high")
+    model.compile()
+    plain(model, loader, steps, device, report, use_bf16=True)
+
+
+class Rows(torch.utils.data.IterableDataset):
+    """The loader's batches, row by row: Trainer stacks them again."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        while True:
+            for x, y in zip(*self.loader.next_batch(), strict=True):
+                yield {"input_ids": x, "labels": y, "shift_labels": y}
+
+
+class Reporter(TrainerCallback):
+    """Times a step from the end of the log line before it, batch included, as the rungs do."""
+
+    def __init__(self, report):
+        self.report = report
+
+    def on_train_begin(self, *args, **kwargs):
+        self.start = self.report.clock()
+
+    def on_step_end(self, *args, **kwargs):
+        self.seconds = self.report.clock() - self.start
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" in logs:  # the last log, of the whole run, has none
+            self.report(self.seconds, logs["loss"])
+            self.start = self.report.clock()
+
+
+def trainer(model, loader, steps, device, report):
+    """transformers.Trainer."""
+    torch.set_float32_matmul_precision("high")
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=loader.B,
+            max_steps=steps,
+            bf16=True,
+            torch_compile=True,
+            optim="adamw_torch_fused",
+            learning_rate=rung.get_lr(10, steps + 10),  # its highest
+            adam_beta2=0.95,
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=device.type == "cpu",
+            remove_unused_columns=False,
+        )
+        it = Trainer(model=model, args=args, train_dataset=Rows(loader), callbacks=[Reporter(report)])
+        it.pop_callback(next(c for c in it.callback_handler.callbacks if type(c).__name__ == "PrinterCallback"))
+        optimizer = it.create_optimizer()
+        it.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: rung.get_lr(step, steps) / args.learning_rate
+        )
+        it.train()
+
+
+class Report:
+    """The lines of a rung."""
+
+    def __init__(self, device, tokens):
+        self.device, self.tokens, self.times = device, tokens, []
+
+    def clock(self):
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
+
+    def __call__(self, seconds, loss):
+        print(f"step {len(self.times):4d} | loss {loss:.6f} | dt {1000 * seconds:8.2f} ms", end=" | ")
+        print(f"{self.tokens / seconds:10,.0f} tok/s", flush=True)
+        self.times.append(seconds)
+
+    def summary(self):
+        first = 10 if len(self.times) >= 20 else len(self.times) // 2
+        median = float(np.median(self.times[first:]))
+        print(f"median of steps {first}-{len(self.times) - 1}: {1000 * median:.2f} ms", end=", ")
+        memory = rung.peak_memory(self.device) / 2**30
+        print(f"{self.tokens / median:,.0f} tok/s, peak memory {memory:.2f} GiB")
+
+
+def main():
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    peers = {"plain": plain, "compiled": compiled, "trainer": trainer}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("peer", choices=peers)
+    parser.add_argument("--model", choices=rung.MODELS, default="gpt2", help="default gpt2")
+    parser.add_argument("--batch-size", type=int, default=4, help="B, default 4")
+    parser.add_argument("--seq-len", type=int, default=1024, help="T, default 1024")
+    parser.add_argument("--steps", type=int, default=50, help="default 50")
+    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    args = parser.parse_args()
+    device, tokens = torch.device(args.device), args.batch_size * args.seq_len
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(device.type == "cpu")  # as the rungs
+    torch.manual_seed(1337)
+    model = build(args.model)
+    loader = rung.DataLoaderLite(rung.Path(rung.__file__).with_name("input.txt"), args.batch_size, args.seq_len)
+    size = sum(p.numel() for p in model.parameters())
+    print(f"device {device} | torch {torch.__version__} | {args.model} {size:,} parameters", end=" ")
+    print(f"| B {loader.B} T {loader.T}")
+    report = Report(device, tokens)
+    try:
+        peers[args.peer](model, loader, args.steps, device, report)
+    except torch.OutOfMemoryError:
+        sys.exit(f"{parser.prog}: error: out of memory with B {loader.B} and T {loader.T}")
+    report.summary()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""From measurements to the README's table and docs/img/*.svg:  python tools/render.py [FOLDER]   (make docs-figures)
+
+Takes the named folders of results/, else the newest of each device and model, GPUs first. What it writes depends on
+nothing else, so a second run changes nothing.
+"""
+
+import argparse
+import json
+import os
+import re
+from pathlib import Path
+
+import jsonschema
+import matplotlib
+import numpy as np
+from ladder import ROOT
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+BEGIN, END = "<!-- measured, written by `make docs-figures` from results/ -->\n", "<!-- end of what was measured -->\n"
+TASK = ("model", "batch_size", "seq_len", "device")
+RUNG, PEER, INK, PAPER = "#3b78c4", "#c8702a", "#1f2328", "#ffffff"
+DARK = {INK: "#e6edf3", PAPER: "#0d1117"}
+ALT = {
+    "tokens": "Training speed",
+    "kernels": "Where the time of a step goes",
+    "memory": "Peak memory",
+    "loss-steps": "Loss over steps",
+    "loss-time": "Loss over time",
+}
+GROUPS = {  # of tools/kernels.py
+    "matmul": "#3b78c4",
+    "attention": "#2a9d8f",
+    "softmax and loss": "#c8702a",
+    "normalisation and element-wise": "#b8a038",
+    "optimizer": "#9b5fc0",
+    "copies": "#c2527a",
+    "idle": "#8b949e",
+}
+
+
+def read(path):
+    """A ladder.json. Raises ValueError for a file that is not as results/ladder.schema.json says."""
+    schema = json.loads((ROOT / "results" / "ladder.schema.json").read_text(encoding="utf-8"))
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        jsonschema.validate(data, schema)
+    except jsonschema.ValidationError as error:
+        raise ValueError(f"{path} is no measurement: {error.json_path}: {error.message[:200]}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no measurement: {error}") from None
+    return data
+
+
+def save(path, data):
+    """Write a ladder.json, lists of numbers in one line; a crash leaves the old file or the new one."""
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    text = re.sub(r"\[[-\d\s.,e]+\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text)
+    new = Path(path).with_suffix(".new")
+    new.write_text(text + "\n", encoding="utf-8")
+    os.replace(new, path)
+
+
+def times(ratio):
+    """1.52× (1.50–1.55): the median over the passes, the least and the largest."""
+    if not ratio:
+        return ""
+    spread = f" ({ratio['low']:.2f}–{ratio['high']:.2f})" if ratio["low"] != ratio["high"] else ""
+    return f"{ratio['median']:.2f}×{spread}"
+
+
+def cells(data):
+    """The table: the names of its columns, then a row per script."""
+    head = ["script", "ms per step (quartiles)", "tokens/s", "× baseline", "× the one before", "peak GiB"]
+    head += ["first step, s", "model TFLOP/s", "of the roof"]
+    fits = any(row["fit"] for row in data["rows"])
+    table = [head + (["largest B", "tokens/s there"] if fits else [])]
+    for row in data["rows"]:
+        fit = row["fit"] or {}
+        if row["median_ms"] is None:
+            line = [row["name"], row["error"] or "not measured yet"] + [""] * (len(head) - 2)
+        else:
+            low, high = row["quartiles_ms"]
+            line = [row["name"], f"{row['median_ms']:,.1f} ({low:,.1f}–{high:,.1f})", f"{row['tokens_per_s']:,.0f}"]
+            line += [times(row["over_baseline"]), times(row["over_before"])]
+            line += ["" if row[key] is None else f"{row[key]:.2f}" for key in ("peak_memory_gib", "first_step_s")]
+            line += ["" if row["tflops"] is None else f"{row['tflops']:.3g}"]
+            line += ["" if row["roof_share"] is None else f"{row['roof_share']:.0%} {row['precision']}"]
+            if row["error"]:
+                line[0] += f" (a pass failed: {row['error']})"
+        if fits:
+            speed = f"{fit['tokens_per_s']:,.0f}" if fit.get("tokens_per_s") else fit.get("error") or ""
+            line += [str(fit.get("batch_size") or ""), speed]
+        table.append(line)
+    return table
+
+
+def conditions(data):
+    """What was measured where, how and when, in sentences."""
+    m, s = data["machine"], data["settings"]
+    where = f"{m['name']}, {m['cores']} cores" if m["device"] == "cpu" else f"{m['name']}, {m['device_memory_gib']} GiB"
+    if m["driver"]:
+        where += f", driver {m['driver']}, CUDA {m['cuda']}"
+    passes = f"{s['repeat']} passes, interleaved, of" if s["repeat"] > 1 else "one pass of"
+    lines = [
+        f"{'CPU: ' if m['device'] == 'cpu' else ''}{where}. torch {m['torch']}, Python {m['python']}, {m['system']}, "
+        f"{m['memory_gib']} GiB of memory. {data['started'][:10]}.",
+        f"{s['model']}, B {s['batch_size']}, T {s['seq_len']}; {passes} {s['steps']} steps: `{data['command']}`.",
+    ]
+    if data["roof"]:
+        best = ", ".join(f"{precision} {tflops:.3g}" for precision, tflops in data["roof"]["ceilings_tflops"].items())
+        lines.append(f"The roof, measured: {best} TFLOP/s; copies {data['roof']['copy_gb_per_s']:.3g} GB/s.")
+    return lines
+
+
+def markdown(data):
+    """The table for the README."""
+    head, *body = cells(data)
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *([f"`{row[0]}`", *row[1:]] for row in body)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def summary(data):
+    """The table for a terminal."""
+    head, *body = cells(data)
+    table = Table(*head, box=None, pad_edge=False, padding=(0, 2))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in body:
+        table.add_row(*row)
+    console = Console(width=250, no_color=True, file=open(os.devnull, "w"), record=True)
+    console.print(*conditions(data), "", sep="\n", markup=False, highlight=False, soft_wrap=True)
+    console.print(table, markup=False, highlight=False)
+    return "\n".join(line.rstrip() for line in console.export_text().splitlines()) + "\n"
+
+
+def bars(axes, rows, values, labels, unit):
+    names, colours = [row["name"] for row in rows], [RUNG if row["kind"] == "rung" else PEER for row in rows]
+    shown = axes.barh(names, values, color=colours, height=0.7)
+    axes.bar_label(shown, labels, padding=4, color=INK)
+    axes.set_xlabel(unit)
+    axes.set_xlim(0, 1.4 * max(values))
+    axes.invert_yaxis()
+
+
+def curves(axes, rows, over):
+    """The losses of each row's first good run, over what over() makes of the run."""
+    for number, row in enumerate(rows):
+        run = next(run for run in row["runs"] if not run["error"])
+        x, losses = over(run)
+        style = "-" if row["kind"] == "rung" and number < 10 else "--"
+        axes.plot(x, losses, style, color=f"C{number % 10}", label=row["name"], linewidth=1.3)
+    axes.set_ylabel("loss, nats per token")
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+
+
+def figures(data):
+    """Name -> figure; only those that there is something to draw for."""
+    rows = [row for row in data["rows"] if row["median_ms"]]
+    title = f"{data['settings']['model']}, B {data['settings']['batch_size']}, T {data['settings']['seq_len']}"
+    title += f", on {'a CPU, ' if data['machine']['device'] == 'cpu' else ''}{data['machine']['name']}"
+    made = {}
+
+    def figure(name, heading, rows, width=10.0):
+        made[name] = Figure(figsize=(width, 1.4 + 0.32 * max(8, len(rows))), layout="constrained", facecolor=PAPER)
+        axes = made[name].add_subplot(facecolor=PAPER)
+        axes.set_title(f"{heading}\n{title}", loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+        return axes
+
+    if not rows:
+        return made
+    speeds = [row["tokens_per_s"] for row in rows]
+    labels = [f"{speed:,.0f} · {times(row['over_baseline'])}" for speed, row in zip(speeds, rows, strict=True)]
+    bars(figure("tokens", f"{ALT['tokens']}, and times baseline", rows), rows, speeds, labels, "tokens per second")
+    remembered = [row for row in rows if row["peak_memory_gib"]]
+    if remembered:
+        memory = [row["peak_memory_gib"] for row in remembered]
+        kind = "of the process" if data["machine"]["device"] == "cpu" else "of the GPU's allocator"
+        axes = figure("memory", f"{ALT['memory']} {kind}", remembered)
+        bars(axes, remembered, memory, [f"{gib:.2f}" for gib in memory], "GiB")
+    axes = figure("loss-steps", ALT["loss-steps"], rows)
+    curves(axes, rows, lambda run: (range(len(run["losses"])), run["losses"]))
+    axes.set_xlabel("step")
+    axes = figure("loss-time", ALT["loss-time"], rows)
+    curves(axes, rows, lambda run: (np.cumsum([0, *run["times_ms"][1:]]) / 1000, run["losses"]))
+    axes.set_xlabel("seconds of training, without the first step (compilation)")
+    profiled = [row for row in data["rows"] if row["profile"] and row["profile"]["groups_ms"]]
+    if profiled:
+        axes, left = figure("kernels", ALT["kernels"], profiled), [0.0] * len(profiled)
+        for kind, colour in GROUPS.items():
+            widths = [row["profile"]["groups_ms"][kind] for row in profiled]
+            axes.barh([row["name"] for row in profiled], widths, left=left, color=colour, label=kind, height=0.7)
+            left = [before + width for before, width in zip(left, widths, strict=True)]
+        axes.set_xlabel("milliseconds per step, under the profiler")
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+        axes.invert_yaxis()
+    return made
+
+
+def draw(data, folder, prefix=""):
+    """Write the figures as SVG that is dark where the reader's browser is, and return their names."""
+    style = {name: INK for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
+    style |= {"svg.fonttype": "none", "svg.hashsalt": "ladder", "font.family": "sans-serif", "font.size": 10}
+    swap = "".join(f'[style*="{light}"]{{fill:{dark}}}' for light, dark in DARK.items())
+    swap += f'[style*="stroke: {INK}"]{{stroke:{DARK[INK]}}}'
+    swap = f"<style>@media (prefers-color-scheme: dark){{{swap.replace('}', ' !important}')}}}</style>"
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(style):
+        made = figures(data)
+        for name, figure in made.items():
+            path = folder / f"{prefix}{name}.svg"
+            figure.savefig(path, metadata={"Date": None, "Creator": None})
+            svg = path.read_text(encoding="utf-8").replace("</svg>", f"{swap}</svg>")
+            path.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n", encoding="utf-8")
+    return list(made)
+
+
+def write(folder):
+    """What stands beside a ladder.json: the table as summary.txt, which is also printed, and the plots."""
+    data = read(folder / "ladder.json")
+    text = summary(data)
+    (folder / "summary.txt").write_text(text, encoding="utf-8")
+    draw(data, folder)
+    print(f"\n{text}\nplots: {folder}/*.svg")
+
+
+def newest():
+    """The folder with the newest finished measurement of each device and model: GPUs first, then by date."""
+    found = {}
+    for path in (ROOT / "results").glob("*/ladder.json"):
+        data = read(path)
+        if data["finished"]:
+            age = data["machine"]["device"] != "cpu", data["finished"]
+            key = data["machine"]["name"], data["settings"]["model"]
+            found[key] = max(found.get(key, ((False, ""), None)), (age, path.parent))
+    return [folder for _, folder in sorted(found.values(), reverse=True)]
+
+
+def section(folders):
+    """The README's part on what was measured. Writes the figures that it shows."""
+    parts = []
+    for folder in folders:
+        data, name = read(folder / "ladder.json"), folder.name
+        made = draw(data, ROOT / "docs" / "img", f"{name}-")
+        where, *how = conditions(data)
+        shown = ("tokens", "kernels") if folder == folders[0] else ()
+        images = [f"![{ALT[figure]}](docs/img/{name}-{figure}.svg)\n" for figure in made if figure in shown]
+        links = [f"[{ALT[figure].lower()}](docs/img/{name}-{figure}.svg)" for figure in made if figure not in shown]
+        links.append(f"[all that was measured](results/{name}/ladder.json)")
+        parts += [f"**{where}**", " ".join(how), markdown(data), *images, f"More: {', '.join(links)}."]
+    if all(read(folder / "ladder.json")["machine"]["device"] == "cpu" for folder in folders):
+        parts.insert(
+            0, "No GPU has been measured for this repository yet, and what one gains cannot be read from a CPU."
+        )
+    return "\n" + "".join(part.rstrip("\n") + "\n\n" for part in parts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("folders", nargs="*", type=Path, help="default: the newest of each device and model")
+    args = parser.parse_args()
+    readme = ROOT / "README.md"
+    try:
+        folders = [folder.resolve() for folder in args.folders] or newest()
+        text = readme.read_text(encoding="utf-8")
+        start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+        readme.write_text(text[:start] + section(folders) + text[end:], encoding="utf-8")
+        for folder in folders:
+            print(summary(read(folder / "ladder.json")))
+    except (OSError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main()

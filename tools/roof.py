@@ -1,0 +1,106 @@
+"""The ceilings of this device, measured; no datasheet is asked.  python tools/roof.py --model gpt2 --batch-size 4
+
+Prints JSON: TFLOP/s of matrix products in each precision that the device multiplies in, at the shapes of GPT-2's own
+linear layers and at a large square; and the GB/s of a copy, bytes read and bytes written both counted. Each is a median
+over random data (zeros can run faster), timed by torch.utils.benchmark between synchronisations.
+"""
+
+import argparse
+import json
+import time
+
+import torch
+import torch.nn.functional as F
+from ladder import load
+from torch.utils.benchmark import Timer
+
+
+def flops_per_token(config, seq_len):
+    """Floating-point operations of one training step of a GPT-2, per token.
+
+    6 per parameter of a matrix product (2 in the forward pass, 4 in the backward pass; Kaplan et al. 2020), which is
+    12 C^2 per layer and the head's V * C, and 12 * L * C * T for attention's two products of T x T scores, the masked
+    half counted too. Embeddings are looked up, not multiplied. What only an implementation adds is left out: rows that
+    pad the vocabulary, scores that flash attention computes twice.
+    """
+    L, C = config.n_layer, config.n_embd
+    return 6 * (12 * L * C * C + config.vocab_size * C) + 12 * L * C * seq_len
+
+
+def products(config, tokens, square):
+    """Name -> (m, k, n) of a product (m, k) @ (k, n): those of the forward pass, and a large square."""
+    C = config.n_embd
+    own = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
+    own["lm_head"] = (C, config.vocab_size)
+    return {name: (tokens, *shape) for name, shape in own.items()} | {"square": (square, square, square)}
+
+
+def precisions(device):
+    """Those that the device multiplies in by itself: an emulated one is no ceiling."""
+    if device.type != "cuda":
+        return ["float32", "bf16", "fp16"]
+    capability = torch.cuda.get_device_capability(device)
+    least = {"float32": (0, 0), "fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
+    return [precision for precision, needs in least.items() if capability >= needs]
+
+
+def seconds(stmt, device, **names):
+    """The median time of a statement."""
+
+    def clock():
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    timer = Timer(stmt, globals=names, timer=clock, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=0.2).median
+
+
+def multiply(precision, shape, device):
+    """TFLOP/s of one product."""
+    m, k, n = shape
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
+    if precision == "fp8":  # one scale per tensor; it wants edges that are multiples of 16
+        x, w = x.to(torch.float8_e4m3fn), w[: n // 16 * 16].to(torch.float8_e4m3fn)
+        one = torch.ones((), device=device)
+        stmt, names = "torch._scaled_mm(x, w.t(), one, one, out_dtype=torch.bfloat16)", {"torch": torch, "one": one}
+    else:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+        x, w = x.to(dtype), w.to(dtype)
+        stmt, names = "linear(x, w)", {"linear": F.linear}
+    return 2 * m * k * w.size(0) / seconds(stmt, device, x=x, w=w, **names) / 1e12
+
+
+def measure(config, tokens, device):
+    """All ceilings. A product that this device or this torch refuses is a row with the reason."""
+    matmul, ceilings = [], {}
+    for precision in precisions(device):
+        for name, shape in products(config, tokens, 2048 if device.type == "cpu" else 8192).items():
+            row = {"precision": precision, "name": name, "shape": shape, "tflops": None, "error": None}
+            try:
+                row["tflops"] = float(f"{multiply(precision, shape, device):.4g}")
+                ceilings[precision] = max(ceilings.get(precision, 0), row["tflops"])
+            except (RuntimeError, AttributeError, ValueError) as error:
+                row["error"] = str(error).splitlines()[0]
+            matmul.append(row)
+    source = torch.randn(2**26, device=device)  # 256 MiB, more than a cache holds
+    copied = seconds("target.copy_(source)", device, source=source, target=torch.empty_like(source))
+    copy = float(f"{2 * source.nbytes / copied / 1e9:.4g}")
+    return {"ceilings_tflops": ceilings, "copy_gb_per_s": copy, "matmul": matmul}
+
+
+if __name__ == "__main__":
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    models = load("baseline.py").MODELS
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=models, default="gpt2", help="default gpt2")
+    parser.add_argument("--batch-size", type=int, default=4, help="B, default 4")
+    parser.add_argument("--seq-len", type=int, default=1024, help="T, default 1024")
+    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    args = parser.parse_args()
+    if args.batch_size < 1 or args.seq_len < 1:
+        parser.error("--batch-size and --seq-len must be at least 1")
+    config = models[args.model]
+    roof = {"flops_per_token": flops_per_token(config, args.seq_len)}
+    print(json.dumps(roof | measure(config, args.batch_size * args.seq_len, torch.device(args.device)), indent=1))
