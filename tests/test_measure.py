@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,19 +37,29 @@ def record(name, passes, before=None, precision="float32", errors=()):
     for number, times in enumerate(passes):
         error = dict(errors).get(number)
         run = measure.parse(log(times), error or "", 1 if error else 0, len(times))
-        runs.append({"pass": number, "cold": number == 0, "process_s": 9.0} | run)
+        about = {"pass": number, "started": "2026-01-02T03:04:05+00:00", "cold": number == 0, "process_s": 9.0}
+        runs.append(about | run)
     row = {"name": name, "kind": "rung", "before": before, "precision": precision, "command": f"python {name}"}
     return row | {"runs": runs, "profile": None, "fit": None}
 
 
 def measurement(*rows, **ceilings):
     settings = {"model": "nano", "batch_size": 4, "seq_len": 128, "steps": 20, "device": "cpu", "repeat": 2}
-    machine = {"device": "cpu", "name": "Made Up", "cpu": "Made Up", "cores": 2, "memory_gib": 8.0, "torch": "2"}
+    machine = {
+        "device": "cpu",
+        "name": "Made Up",
+        "cpu": "Made Up",
+        "cores": 2,
+        "threads": 2,
+        "memory_gib": 8.0,
+        "torch": "2",
+    }
     machine |= dict.fromkeys(("device_memory_gib", "capability", "driver", "cuda")) | {"python": "3", "system": "Linux"}
     data = {
         "settings": settings | {"peers": False, "profile": False, "fit": False},
         "machine": machine,
         "commit": None,
+        "sources_sha256": "",
         "command": "python tools/measure.py",
         "started": "2026-01-02T03:04:05+00:00",
         "finished": "2026-01-02T03:14:05+00:00",
@@ -200,9 +211,12 @@ def test_a_ceiling_is_operations_over_seconds(monkeypatch):
     assert found["copy_gb_per_s"] == pytest.approx(2 * 2**28 / 0.5 / 1e9, rel=1e-3)  # read and written
 
 
-def test_a_product_is_timed_with_the_device_waited_for():
-    spent = roof.seconds("sleep(0.02)", torch.device("cpu"), sleep=time.sleep)
-    assert 0.02 <= spent < 0.04
+def test_a_product_is_timed_with_the_device_waited_for(monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: events.append("wait"))
+    monkeypatch.setattr(roof.time, "perf_counter", lambda: events.append("clock") or 0.25 * len(events))
+    assert roof.seconds("work()", SimpleNamespace(type="cuda"), work=lambda: None) > 0
+    assert events[0::2] == ["wait"] * (len(events) // 2) and events[1::2] == ["clock"] * (len(events) // 2)
 
 
 # ---- where the time goes
@@ -259,6 +273,7 @@ def test_kernels_of_a_gpu_are_grouped_by_their_name_and_by_what_launched_them():
             span(name, 2000 + at, length, "kernel", **{"External id": external} if external is not None else {})
         )
     events.append(span("Memcpy HtoD (Pinned -> Device)", 19_000, 50, "gpu_memcpy"))
+    events.append(span("ProfilerStep#1", 10_000, 3_000, "gpu_user_annotation"))  # as the GPU saw it
     found = kernels.grouped(events)
     assert found == {  # of two steps
         "matmul": 0.5,
@@ -277,7 +292,7 @@ def test_the_time_of_a_real_step_is_all_there(run):
     groups = json.loads(done.stdout.splitlines()[-1])
     printed = [float(step["ms"]) for step in done.steps[5:8]]
     assert min(printed) / 1.25 < sum(groups.values()) < 1.25 * max(printed)
-    assert groups["idle"] < sum(groups.values()) / 3
+    assert groups["idle"] < sum(groups.values()) / 5
     assert min(groups[kind] for kind in ("matmul", "softmax and loss", "optimizer", "attention")) > 0
     assert list(groups) == list(render.GROUPS)
 
@@ -285,14 +300,57 @@ def test_the_time_of_a_real_step_is_all_there(run):
 # ---- peers
 
 
+UPDATES = """
+import json, runpy, sys
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+def say(optimizer, *_):
+    groups = sorted(
+        [g["weight_decay"], g["lr"], *g["betas"], g["eps"], bool(g["fused"]), sum(p.numel() for p in g["params"])]
+        for g in optimizer.param_groups
+    )
+    squares = sum(p.grad.double().pow(2).sum().item() for g in optimizer.param_groups for p in g["params"])
+    print(json.dumps([groups, squares**0.5]))
+
+register_optimizer_step_pre_hook(say)
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def updates(run, tmp_path_factory):
+    """Run a script and return it with what its optimizer was given at each step. torch.compile is left out."""
+    folder = tmp_path_factory.mktemp("updates")
+    (folder / "updates.py").write_text(UPDATES)
+
+    def call(script, *words):
+        arguments = [*words, "--model", "nano", "--batch-size", 2, "--seq-len", 32, "--steps", 14]
+        path = f"{ROOT / 'tests' / 'offline'}{os.pathsep}{ROOT / 'tools'}"
+        done = run("updates.py", ROOT / script, *arguments, folder=folder, PYTHONPATH=path, TORCHDYNAMO_DISABLE="1")
+        assert done.returncode == 0, done.stderr
+        done.updates = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+        assert len(done.updates) == len(done.losses) == 14
+        return done
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def rung_10(updates):
+    return updates("speedup_10_fused_adamw.py")
+
+
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
-def test_a_peer_does_the_task_of_rung_10(peer, run):
-    arguments = ["--model", "nano", "--batch-size", 2, "--seq-len", 32, "--steps", 6]
-    ours = run("speedup_10_fused_adamw.py", *arguments, TORCHDYNAMO_DISABLE="1")
-    theirs = run("tools/peers.py", peer, *arguments, TORCHDYNAMO_DISABLE="1")
-    assert theirs.returncode == 0, theirs.stderr
-    assert theirs.losses == pytest.approx(ours.losses, abs=4e-3)  # 47 rows of padding, bf16
-    assert len(theirs.losses) == 6 and ours.losses[-1] < ours.losses[0] - 0.1
+def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
+    done = updates("tools/peers.py", peer)
+    assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # 47 rows of padding, bf16
+    assert rung_10.losses[-1] < rung_10.losses[0] - 0.3
+    for (theirs, their_norm), (ours, our_norm) in zip(done.updates, rung_10.updates, strict=True):
+        ours[1][-1] -= 47 * 128  # the padding, in the group that decays
+        assert theirs[0] == pytest.approx(ours[0]) and theirs[1] == pytest.approx(ours[1])
+        assert their_norm == pytest.approx(our_norm, rel=1e-2) == pytest.approx(1, rel=1e-2)  # clipped
+        ours[1][-1] += 47 * 128
 
 
 # ---- a measurement of made-up scripts
@@ -317,7 +375,15 @@ for step in range(steps):
         time.sleep(0.01)
 print(f"median of steps 0-1: 1.00 ms, 1 tok/s, peak memory {B:.2f} GiB")
 """
-MACHINE = {"device": "cpu", "name": "Made Up(R) 9000", "cpu": "Made Up", "cores": 2, "memory_gib": 8.0, "torch": "2"}
+MACHINE = {
+    "device": "cpu",
+    "name": "Made Up(R) 9000",
+    "cpu": "Made Up",
+    "cores": 2,
+    "threads": 2,
+    "memory_gib": 8.0,
+    "torch": "2",
+}
 MACHINE |= dict.fromkeys(("device_memory_gib", "capability", "driver", "cuda")) | {"python": "3", "system": "Linux"}
 GROUPS = dict.fromkeys(render.GROUPS, 1.0)
 
@@ -327,6 +393,7 @@ def made_up(tmp_path):
     """A project of three made-up scripts, c.py out of memory from B 13 on, with its own roof, machine and profiler."""
     shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "results").mkdir()
+    (tmp_path / "input.txt").touch()
     shutil.copy(ROOT / "results" / "ladder.schema.json", tmp_path / "results")
     rows = "".join(
         f'[[rung]]\nfile = "{name}.py"\nidea = ""\ntouches = []\nlimit = 1\nprecision = "float32"\n' for name in "abc"
@@ -361,7 +428,7 @@ def made_up(tmp_path):
 def test_the_passes_are_interleaved_and_all_is_written(made_up):
     done = made_up.call("--repeat", 2, "--profile")
     assert (done.returncode, done.stderr) == (0, "")
-    assert made_up.order() == ["a", "b", "c", "a", "b", "c", "a", "b", "c"]  # the last three under the profiler
+    assert made_up.order() == list("abccba" + "abc")  # the last three under the profiler
     path, data = made_up.result()
     assert path.parent.name.startswith("cpu-made-up-r-9000-20")
     assert [row["tokens_per_s"] for row in data["rows"]] == [4 * 128 / 0.032, 4 * 128 / 0.016, 4 * 128 / 0.008]
@@ -380,7 +447,7 @@ def test_the_passes_are_interleaved_and_all_is_written(made_up):
 def test_what_fails_is_a_row_and_is_tried_again(made_up):
     (made_up.folder / "b.py.oom").touch()
     done = made_up.call("--repeat", 2)
-    assert done.returncode == 0 and made_up.order() == list("abcabc")
+    assert done.returncode == 0 and made_up.order() == list("abccba")
     assert "b.py: error: out of memory with B 4 and T 128" in done.stdout
     path, data = made_up.result()
     assert [bool(row["error"]) for row in data["rows"]] == [False, True, False]
@@ -416,16 +483,31 @@ def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(made_up, se
     assert made_up.result()[1]["finished"]
 
 
+def test_an_interrupted_measurement_shows_what_it_has(made_up):
+    (made_up.folder / "c.py.slow").touch()
+    words = [sys.executable, "tools/measure.py", "--model", "nano", "--steps", "4"]
+    child = subprocess.Popen(words, cwd=made_up.folder, stdout=subprocess.PIPE, text=True)
+    while "pass 1/1  b.py" not in child.stdout.readline():
+        assert child.poll() is None
+    child.send_signal(signal.SIGINT)
+    printed, _ = child.communicate(timeout=60)
+    assert re.search(r"^b\.py .* 2\.00×", printed, re.MULTILINE)
+    assert re.search(r"^c\.py +not measured yet", printed, re.MULTILINE)
+    assert printed.endswith("interrupted: the same command goes on from here\n")
+
+
 def test_another_measurement_is_never_written_over(made_up):
     assert made_up.call().returncode == 0
     path, _ = made_up.result()
     before = path.read_bytes()
-    done = made_up.call("--repeat", 5)
+    done = made_up.call("--repeat", 5, "--out", path.parent)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "with other settings: --out names another folder" in done.stderr
+    assert "holds a measurement with other settings: name another folder" in done.stderr
     assert path.read_bytes() == before
-    assert made_up.call("--repeat", 5, "--out", made_up.folder / "elsewhere").returncode == 0
-    assert made_up.result(made_up.folder / "elsewhere")[1]["settings"]["repeat"] == 5
+    assert made_up.call("--repeat", 5).returncode == 0  # by itself it takes a free folder
+    other = path.parent.with_name(f"{path.parent.name}-2")
+    assert made_up.result(other)[1]["settings"]["repeat"] == 5
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -450,6 +532,7 @@ def test_a_mistake_is_one_line(made_up, arguments, said):
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("measure.py: error: ") and said in done.stderr
     assert (made_up.folder / "broken" / "ladder.json").read_text() == '{"settings": {'
+    assert [path.name for path in (made_up.folder / "results").iterdir()] == ["ladder.schema.json"]
 
 
 def test_fit_finds_the_largest_batch_and_measures_there(made_up):
@@ -464,7 +547,8 @@ def test_fit_finds_the_largest_batch_and_measures_there(made_up):
         8,
         64,
     ]  # the grid's last up to 9; 78 * 128 + 1 tokens are the text
-    assert [fit["limit"] for fit in fits] == ["memory", "memory", "text"]
+    assert all("out of memory with B 10 and T 128" in fit["limit"] for fit in fits[:2])
+    assert fits[2]["limit"] == "10000 tokens are too few"
     assert [fit["tokens_per_s"] for fit in fits] == [16_000, 32_000, 64_000]
     assert fits[2]["peak_memory_gib"] == 64
     trials = [line for line in made_up.folder.joinpath("order.txt").read_text().splitlines() if line.startswith("b")]
@@ -472,6 +556,25 @@ def test_fit_finds_the_largest_batch_and_measures_there(made_up):
 
 
 # ---- figures
+
+
+def test_the_newest_of_each_device_and_model_is_shown_gpus_first(tmp_path, monkeypatch):
+    (tmp_path / "results").mkdir()
+    shutil.copy(ROOT / "results" / "ladder.schema.json", tmp_path / "results")
+    monkeypatch.setattr(render, "ROOT", tmp_path)
+    for name, device, model, day, finished in (
+        ("old", "cpu", "nano", 1, True),
+        ("new", "cpu", "nano", 2, True),
+        ("stopped", "cpu", "nano", 4, False),
+        ("large", "cpu", "gpt2", 3, True),
+        ("gpu", "cuda", "gpt2", 1, True),
+    ):
+        data = measurement(record("a.py", [SLOW]))
+        data["machine"]["device"], data["machine"]["name"], data["settings"]["model"] = device, device, model
+        data["finished"] = f"2026-01-0{day}T00:00:00+00:00" if finished else None
+        (tmp_path / "results" / name).mkdir()
+        render.save(tmp_path / "results" / name / "ladder.json", data)
+    assert [folder.name for folder in render.newest()] == ["gpu", "large", "new"]
 
 
 def test_drawing_again_changes_nothing(tmp_path):
@@ -491,14 +594,15 @@ def test_drawing_again_changes_nothing(tmp_path):
 
 
 def test_the_readme_and_its_figures_are_those_of_the_results(tmp_path):
-    shown = render.newest()
-    assert shown, "there is no finished measurement"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"\((results/[^)]+)/ladder.json\)", readme)  # a reader may have measured since
+    assert shown
     kept = {path: path.read_bytes() for path in (ROOT / "docs" / "img").glob("*.svg")}
     start, end = readme.index(render.BEGIN) + len(render.BEGIN), readme.index(render.END)
     copy = tmp_path / "project"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "docs", "__pycache__", ".*_cache"))
-    done = subprocess.run([sys.executable, "tools/render.py"], cwd=copy, capture_output=True, text=True)
+    words = [sys.executable, "tools/render.py", *shown]
+    done = subprocess.run(words, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (copy / "README.md").read_text(encoding="utf-8")[start:end] == readme[start:end]
     drawn = {ROOT / path.relative_to(copy): path.read_bytes() for path in (copy / "docs" / "img").iterdir()}
@@ -550,12 +654,11 @@ def test_two_real_rungs_are_measured(tmp_path):
 def test_the_measured_speed_agrees_with_an_outside_clock(run):
     """By the process: 60 steps less 20. The machine is shared, so one try of three must agree."""
     for _ in range(3):
-        spent, said = {}, {}
+        spent = {}
         for steps in (20, 60):
             start = time.perf_counter()
             done = run("speedup_04_residual_init.py", "--steps", steps)
             spent[steps] = time.perf_counter() - start
-            said[steps] = sum(float(step["ms"]) for step in done.steps) / 1000
         measured = measure.parse(done.stdout, steps=60)
         rate = 4 * 128 / (sum(measure.steady(measured["times_ms"])) / 50 / 1000)
         outside = 40 * 4 * 128 / (spent[60] - spent[20])

@@ -31,6 +31,7 @@ def describe(device):
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }
 

@@ -2,13 +2,15 @@
 
 Runs every script as a user does, in a process of its own, all with the same B, T and model, and reads the lines that it
 prints. Writes results/<device>-<date>/ladder.json, the table as summary.txt, and plots. --repeat R goes over the ladder
-R times (A B C ... A B C ...), so that a machine that drifts favours no rung; a speed-up is the median over the passes
-of the quotient within a pass. Ctrl-C keeps what was measured: the same command goes on from there, and tries again what
-failed.
+R times, up and down in turns (A B C, C B A, A B C ...), so that a machine that drifts favours no rung; a speed-up is
+the median over the passes of the quotient within a pass. Ctrl-C keeps what was measured: the same command goes on from
+there, and tries again what failed.
 """
 
 import argparse
 import datetime
+import hashlib
+import itertools
 import json
 import os
 import re
@@ -29,6 +31,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 STEP = re.compile(r"^step +(\d+) \| loss (\d+\.\d+) \|.* dt +(\d+\.\d+) ms \| +[\d,]+ tok/s$", re.MULTILINE)
 MEMORY = re.compile(r"^median of steps .* peak memory (\d+\.\d+) GiB$", re.MULTILINE)
 PARAMETERS = re.compile(r"^device .* ([\d,]+) parameters \| B \d+ T \d+$", re.MULTILINE)
+ROOF_FLAGS = ("model", "batch-size", "seq-len", "device")
+# Set by some containers and by nobody who reads the table: they would change what a script computes in.
+OVERRIDES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 PROFILED_STEPS = 9  # 4 to settle, 1 to warm the profiler, 3 looked at, and the last ends them
 
 
@@ -71,7 +76,8 @@ def command(row, settings, **changed):
 
 def execute(words, cache, on_step=lambda: None):
     """Run Python with these words. Returns what it wrote to stdout, to stderr, and its status."""
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
+    environment = {name: value for name, value in os.environ.items() if name not in OVERRIDES}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     out = []
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         child = subprocess.Popen(
@@ -215,7 +221,7 @@ class Measurement:
     def run(self, row, title, **changed):
         """(the run, what the script wrote to stdout). Raises ValueError for arguments that the script refuses."""
         steps = changed.get("steps", self.settings["steps"])
-        cold, start, count = not self.cache(row).exists(), time.perf_counter(), 0
+        cold, started, start, count = not self.cache(row).exists(), now(), time.perf_counter(), 0
         self.cache(row).mkdir(exist_ok=True)
 
         def on_step():
@@ -228,26 +234,37 @@ class Measurement:
         text, errors, status = execute(command(row, self.settings, **changed), self.cache(row), on_step)
         run = parse(text, errors, status, steps)
         if status == 2:
-            raise ValueError(run["error"])
-        return {"cold": cold, "process_s": round(time.perf_counter() - start, 2)} | run, text
+            raise ValueError(run["error"].rpartition(": error: ")[2])
+        return {"started": started, "cold": cold, "process_s": round(time.perf_counter() - start, 2)} | run, text
 
     def next(self, title, row, result):
         """Save, and say what a row came to."""
+        self.data["finished"] = None
         summarise(self.data)
         render.save(self.path, self.data)
         self.progress.console.print(f"{title}  {row.name}: {result}", highlight=False, markup=False, soft_wrap=True)
 
-    def each(self):
+    def each(self, down=False):
         """The rows with their records, the bar moved on after each."""
-        for row, record in zip(self.plan, self.data["rows"], strict=True):
+        pairs = list(zip(self.plan, self.data["rows"], strict=True))
+        for row, record in reversed(pairs) if down else pairs:
             yield row, record
             self.done += 1
             self.progress.update(self.task, completed=self.done)
 
+    def roof(self):
+        if not self.data["roof"]:
+            self.progress.update(self.task, description="the roof")
+            flags = (f"--{flag}={self.settings[flag.replace('-', '_')]}" for flag in ROOF_FLAGS)
+            try:
+                self.data["roof"] = ask("roof.py", *flags)
+            except ValueError as error:  # the speeds hold without it
+                self.progress.console.print(f"no roof: {error}", highlight=False, markup=False, soft_wrap=True)
+
     def passes(self):
         for number in range(self.settings["repeat"]):
             title = f"pass {number + 1}/{self.settings['repeat']}"
-            for row, record in self.each():
+            for row, record in self.each(down=number % 2 == 1):
                 if any(run["pass"] == number and not run["error"] for run in record["runs"]):
                     continue
                 run, text = self.run(row, title)
@@ -282,19 +299,15 @@ class Measurement:
 
         def fits(size):
             try:
-                run, _ = self.run(row, f"fit  B {size}", batch_size=size, steps=2)
-            except ValueError:  # refused: the text is shorter than the batch
-                fit["limit"] = "text"
-                return False
-            if run["error"]:
-                fit["limit"] = "memory"
-            if run["error"] and "out of memory" not in run["error"]:
-                fit["error"] = run["error"]
-            return not run["error"]
+                error = self.run(row, f"fit  B {size}", batch_size=size, steps=2)[0]["error"]
+            except ValueError as refused:  # the text is shorter than the batch
+                error = str(refused)
+            fit["limit"] = error or fit["limit"]
+            return not error
 
         grid = sizes_up_to(4096)
         size = largest(fits, grid, grid.index(max(size for size in grid if size <= start)))
-        while size and not fit["error"]:
+        while size:
             run, _ = self.run(row, f"fit  B {size}", batch_size=size)
             if not run["error"]:
                 median = float(np.median(steady(run["times_ms"])))
@@ -302,7 +315,7 @@ class Measurement:
                 found = {"median_ms": rounded(median), "tokens_per_s": speed, "peak_memory_gib": run["peak_memory_gib"]}
                 return fit | found | {"batch_size": size}
             size = max((smaller for smaller in grid if smaller < size), default=None)  # it fitted for 2 steps only
-        return fit | {"error": fit["error"] or "out of memory even with B 1"}
+        return fit | {"error": fit["limit"]}
 
 
 def ask(tool, *words):
@@ -310,7 +323,7 @@ def ask(tool, *words):
     with tempfile.TemporaryDirectory() as cache:
         text, errors, status = execute([f"tools/{tool}", *words], cache)
     if status:
-        raise ValueError(parse(text, errors, status)["error"])
+        raise ValueError(parse(text, errors, status)["error"].rpartition(": error: ")[2])
     return json.loads(text)
 
 
@@ -322,25 +335,46 @@ def commit():
     return head.stdout.strip() + ("" if clean else " and uncommitted changes") if head.returncode == 0 else None
 
 
-def begin(folder, settings, machine):
-    """The measurement to go on with: that of the folder, else a new one. Raises ValueError where it holds another."""
-    this = {"settings": settings, "machine": machine, "commit": commit()}
-    path = folder / "ladder.json"
-    if path.exists():
-        data = render.read(path)
-        other = [key for key in this if data[key] != this[key]]
-        if other:
-            raise ValueError(f"{path} holds a measurement with other {' and '.join(other)}: --out names another folder")
-        return data
-    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    line = shlex.join(["python", "tools/measure.py", *sys.argv[1:]])
-    empty = {"runs": [], "profile": None, "fit": None}
+def sources():
+    """A hash of all that is measured and measures: results of other sources are another measurement."""
+    files = [ROOT / rung.file for rung in read_ladder()] + [ROOT / "input.txt", *sorted((ROOT / "tools").glob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def begin(this, name, out):
+    """(the folder, its measurement): one that was interrupted is gone on with, else a new one begins.
+
+    Raises ValueError where `out`, the folder that the user named, holds another.
+    """
+    results, today = ROOT / "results", str(datetime.datetime.now(datetime.timezone.utc).date())
+    for folder in [out] if out else sorted(path.parent for path in results.glob(f"{name}-*/ladder.json")):
+        if (folder / "ladder.json").exists():
+            data = render.read(folder / "ladder.json")
+            other = [key for key in this if data[key] != this[key]]
+            if not other and (out or not data["finished"] or data["finished"].startswith(today)):
+                return folder, data
+            if out:
+                raise ValueError(f"{out} holds a measurement with other {' and '.join(other)}: name another folder")
+    free = itertools.chain([results / f"{name}-{today}"], (results / f"{name}-{today}-{n}" for n in itertools.count(2)))
+    folder = out or next(folder for folder in free if not folder.exists())
     records = []
-    for row in rows(settings["peers"]):
-        words = shlex.join(["python", *command(row, settings)])
+    for row in rows(this["settings"]["peers"]):
+        words = shlex.join(["python", *command(row, this["settings"])])
         about = {"name": row.name, "kind": row.kind, "before": row.before, "precision": row.precision}
-        records.append(about | {"command": words} | empty)
-    return this | {"command": line, "started": started, "finished": None, "roof": None, "rows": records}
+        records.append(about | {"command": words, "runs": [], "profile": None, "fit": None})
+    line = shlex.join(["python", "tools/measure.py", *sys.argv[1:]])
+    return folder, this | {
+        "commit": commit(),
+        "command": line,
+        "started": now(),
+        "finished": None,
+        "roof": None,
+        "rows": records,
+    }
+
+
+def now():
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def main():
@@ -358,20 +392,20 @@ def main():
     args = parser.parse_args()
     if any(n is not None and n < 1 for n in (args.batch_size, args.seq_len, args.steps, args.repeat)):
         parser.error("--batch-size, --seq-len, --steps and --repeat must be at least 1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, lambda number, _: sys.exit(128 + number))  # the child is ended, the file is whole
 
-    bar = (
-        BarColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
     try:
         machine = ask("machine.py", *(["--device", args.device] if args.device else []))
         cpu = machine["device"] == "cpu"
         if cpu and args.fit:
-            parser.error("--fit takes a GPU: on a CPU the largest batch would take the machine's memory from all else")
+            raise ValueError(
+                "--fit takes a GPU: on a CPU the largest batch would take the machine's memory from all else"
+            )
+        if machine["device"].startswith("cuda"):  # that GPU alone: Trainer would take every one it sees
+            seen, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(machine["device"].partition(":")[2] or 0)
+            os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[index] if seen else str(index)
+            machine["device"] = "cuda"
         model = args.model or ("nano" if cpu else "gpt2")
         settings = {
             "model": model,
@@ -385,36 +419,41 @@ def main():
             "fit": args.fit,
         }
         name = re.sub(r"[^a-z0-9]+", "-", f"{'cpu ' if cpu else ''}{machine['name']}".lower()).strip("-")
-        today = datetime.datetime.now(datetime.timezone.utc).date()
-        folder = args.out or ROOT / "results" / f"{name}-{today}"
-        path = folder / "ladder.json"
-        data = begin(folder, settings, machine)
+        this = {"settings": settings, "machine": machine, "sources_sha256": sources()}
+        folder, data = begin(this, name, args.out)
+        new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
+
+    done = " (measured already: move it away to measure anew)" if data["finished"] else ""
+    print(f"{settings['model']}, B {settings['batch_size']}, T {settings['seq_len']} -> {folder}{done}", flush=True)
+    bar = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    try:
         with (
             tempfile.TemporaryDirectory() as caches,
             Progress(*bar, transient=True, speed_estimate_period=3600) as progress,
         ):
-            print(f"{settings['model']}, B {settings['batch_size']}, T {settings['seq_len']} -> {path}", flush=True)
-            measurement = Measurement(path, data, progress, caches)
-            if not data["roof"]:
-                words = (f"--{flag.replace('_', '-')}={settings[flag]}" for flag in render.TASK)
-                data["roof"] = ask("roof.py", *words)
+            measurement = Measurement(folder / "ladder.json", data, progress, caches)
+            measurement.roof()
             measurement.passes()
             if args.profile:
                 measurement.profiles()
             if args.fit:
                 measurement.fits()
-    except KeyboardInterrupt:
-        print("interrupted: what was measured is kept, the same command goes on from there", file=sys.stderr)
-        sys.exit(130)
+        data["finished"] = data["finished"] or now()
+        render.save(folder / "ladder.json", data)
+        if all(row["median_ms"] is None for row in data["rows"]):
+            sys.exit(f"{parser.prog}: error: every script failed")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
-    if not data["finished"]:
-        data["finished"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    render.save(path, data)
-    render.write(folder)
-    if all(row["median_ms"] is None for row in data["rows"]):
-        sys.exit(f"{parser.prog}: error: every script failed")
+    finally:
+        if (folder / "ladder.json").exists():
+            render.write(folder)
+            if not data["finished"]:
+                print("interrupted: the same command goes on from here")
+        elif new:
+            folder.rmdir()  # nothing was measured
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 
 All do what speedup_10_fused_adamw.py does, so that only the implementation differs: its batches, its first weights (but
 for the rows that pad the vocabulary, which transformers does not have), its optimizer, clipping and schedule; no
-dropout. So its loss curve is theirs. They print the lines that it prints.
+dropout. So its loss curve is theirs. They print the lines that it prints. Where there are several GPUs, Trainer takes
+all that CUDA_VISIBLE_DEVICES shows it.
 """
 
 import argparse
@@ -121,7 +122,7 @@ def trainer(model, loader, steps, device, report):
         it.pop_callback(next(c for c in it.callback_handler.callbacks if type(c).__name__ == "PrinterCallback"))
         optimizer = it.create_optimizer()
         it.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: rung.get_lr(step, steps) / args.learning_rate
+            optimizer, lambda step: rung.get_lr(min(step, steps - 1), steps) / args.learning_rate
         )
         it.train()
 

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 BEGIN, END = "<!-- measured, written by `make docs-figures` from results/ -->\n", "<!-- end of what was measured -->\n"
-TASK = ("model", "batch_size", "seq_len", "device")
 RUNG, PEER, INK, PAPER = "#3b78c4", "#c8702a", "#1f2328", "#ffffff"
 DARK = {INK: "#e6edf3", PAPER: "#0d1117"}
 ALT = {
@@ -91,7 +90,8 @@ def cells(data):
                 line[0] += f" (a pass failed: {row['error']})"
         if fits:
             speed = f"{fit['tokens_per_s']:,.0f}" if fit.get("tokens_per_s") else fit.get("error") or ""
-            line += [str(fit.get("batch_size") or ""), speed]
+            text_ended = fit.get("limit") and "out of memory" not in fit["limit"]
+            line += [f"{fit.get('batch_size') or ''}{'+' if text_ended else ''}", speed]
         table.append(line)
     return table
 
@@ -99,9 +99,9 @@ def cells(data):
 def conditions(data):
     """What was measured where, how and when, in sentences."""
     m, s = data["machine"], data["settings"]
-    where = f"{m['name']}, {m['cores']} cores" if m["device"] == "cpu" else f"{m['name']}, {m['device_memory_gib']} GiB"
+    where = f"{m['name']}, {m['cores']} cores" if m["device"] == "cpu" else m["name"]
     if m["driver"]:
-        where += f", driver {m['driver']}, CUDA {m['cuda']}"
+        where += f", {m['device_memory_gib']} GiB, driver {m['driver']}, CUDA {m['cuda']}"
     passes = f"{s['repeat']} passes, interleaved, of" if s["repeat"] > 1 else "one pass of"
     lines = [
         f"{'CPU: ' if m['device'] == 'cpu' else ''}{where}. torch {m['torch']}, Python {m['python']}, {m['system']}, "
@@ -118,7 +118,7 @@ def markdown(data):
     """The table for the README."""
     head, *body = cells(data)
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *([f"`{row[0]}`", *row[1:]] for row in body)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
 
 
 def summary(data):
@@ -241,6 +241,9 @@ def newest():
 def section(folders):
     """The README's part on what was measured. Writes the figures that it shows."""
     parts = []
+    for name in ALT:
+        for stale in (ROOT / "docs" / "img").glob(f"*-{name}.svg"):
+            stale.unlink()
     for folder in folders:
         data, name = read(folder / "ladder.json"), folder.name
         made = draw(data, ROOT / "docs" / "img", f"{name}-")
