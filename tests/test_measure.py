@@ -535,6 +535,27 @@ def test_a_mistake_is_one_line(made_up, arguments, said):
     assert [path.name for path in (made_up.folder / "results").iterdir()] == ["ladder.schema.json"]
 
 
+def test_one_gpu_alone_is_measured_and_nothing_overrides_its_precision(made_up, monkeypatch):
+    machine = MACHINE | {"device": "cuda:1", "device_memory_gib": 80.0, "driver": "1", "cuda": "1"}
+    (made_up.folder / "tools" / "machine.py").write_text(f"print('''{json.dumps(machine)}''')")
+    look = "import os, sys\nopen('seen.txt', 'a').write(f'{dict(os.environ)} {sys.argv}\\n')\n"
+    (made_up.folder / "a.py").write_text(look + (made_up.folder / "a.py").read_text())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert made_up.call("--repeat", 1).returncode == 0
+    seen = (made_up.folder / "seen.txt").read_text()
+    assert "'CUDA_VISIBLE_DEVICES': '7'" in seen and "'--device', 'cuda'" in seen
+    assert "NVIDIA_TF32_OVERRIDE" not in seen
+
+
+def test_other_sources_are_another_measurement(made_up):
+    assert made_up.call().returncode == 0
+    with (made_up.folder / "b.py").open("a") as file:
+        file.write("# edited\n")
+    made_up.order()
+    assert made_up.call().returncode == 0 and made_up.order() == list("abc")
+
+
 def test_fit_finds_the_largest_batch_and_measures_there(made_up):
     gpu = MACHINE | {"device": "cuda", "device_memory_gib": 80.0, "driver": "1", "cuda": "1"}
     (made_up.folder / "tools" / "machine.py").write_text(f"print('''{json.dumps(gpu)}''')")
@@ -612,13 +633,25 @@ def test_the_readme_and_its_figures_are_those_of_the_results(tmp_path):
 
 
 def test_render_refuses_what_is_no_measurement(tmp_path):
-    (tmp_path / "ladder.json").write_text("{}")
-    readme = (ROOT / "README.md").read_bytes()
-    for folder, said in ((tmp_path, "is no measurement"), (tmp_path / "nowhere", "No such file")):
-        done = subprocess.run([sys.executable, "tools/render.py", folder], cwd=ROOT, capture_output=True, text=True)
+    copy = tmp_path / "project"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache"))
+    (copy / "results" / "empty").mkdir()
+    (copy / "results" / "empty" / "ladder.json").write_text("{}")
+    (copy / "elsewhere").mkdir()
+
+    def written():
+        return {path: path.read_bytes() for path in (copy / "README.md", *(copy / "docs" / "img").iterdir())}
+
+    before = written()
+    for folder, said in (
+        ("results/empty", "is no measurement"),
+        ("results/nowhere", "No such file"),
+        ("elsewhere", "is not in results/"),
+    ):
+        done = subprocess.run([sys.executable, "tools/render.py", folder], cwd=copy, capture_output=True, text=True)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
         assert done.stderr.startswith("render.py: error: ") and said in done.stderr
-        assert (ROOT / "README.md").read_bytes() == readme
+        assert written() == before and len(before) > 5
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/ladder.json")), ids=lambda path: path.parent.name)

@@ -240,12 +240,12 @@ def newest():
 
 def section(folders):
     """The README's part on what was measured. Writes the figures that it shows."""
-    parts = []
+    parts, measured = [], {folder: read(folder / "ladder.json") for folder in folders}
     for name in ALT:
         for stale in (ROOT / "docs" / "img").glob(f"*-{name}.svg"):
             stale.unlink()
-    for folder in folders:
-        data, name = read(folder / "ladder.json"), folder.name
+    for folder, data in measured.items():
+        name = folder.name
         made = draw(data, ROOT / "docs" / "img", f"{name}-")
         where, *how = conditions(data)
         shown = ("tokens", "kernels") if folder == folders[0] else ()
@@ -253,7 +253,7 @@ def section(folders):
         links = [f"[{ALT[figure].lower()}](docs/img/{name}-{figure}.svg)" for figure in made if figure not in shown]
         links.append(f"[all that was measured](results/{name}/ladder.json)")
         parts += [f"**{where}**", " ".join(how), markdown(data), *images, f"More: {', '.join(links)}."]
-    if all(read(folder / "ladder.json")["machine"]["device"] == "cpu" for folder in folders):
+    if all(data["machine"]["device"] == "cpu" for data in measured.values()):
         parts.insert(
             0, "No GPU has been measured for this repository yet, and what one gains cannot be read from a CPU."
         )
@@ -267,6 +267,8 @@ def main():
     readme = ROOT / "README.md"
     try:
         folders = [folder.resolve() for folder in args.folders] or newest()
+        if foreign := [folder for folder in folders if folder.parent != ROOT / "results"]:
+            raise ValueError(f"{foreign[0]} is not in results/, where the README could link to it")
         text = readme.read_text(encoding="utf-8")
         start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
         readme.write_text(text[:start] + section(folders) + text[end:], encoding="utf-8")
