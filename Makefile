@@ -6,7 +6,7 @@ help:
 	@echo 'make ladder    measure every script on this machine; ARGS="--repeat 3 --peers --profile"'
 	@echo 'make readme    write the table of rungs into README.md from ladder.toml'
 	@echo 'make docs-figures  write what was measured into README.md and docs/img/; ARGS=results/FOLDER'
-	@echo 'make diff-03   what rung 03 changes, word by word; diff-ddp: what ddp_run.py does'
+	@echo 'make diff-03   what rung 03 changes, word by word; diff-ddp, diff-fsdp: what ddp_run.py and branches/fsdp_run.py do'
 
 run: .venv/run
 	.venv/bin/python speedup_10_fused_adamw.py $(ARGS)
@@ -28,10 +28,11 @@ readme: .venv/dev
 # The new docstring, which names the file before, then the diff of what follows it: two texts that share no sentence make
 # no readable word diff.
 diff-%:
-	@file=$$(ls speedup_$*_*.py $*_run.py 2>/dev/null); \
-	if [ -z "$$file" ]; then echo 'there is no rung $*: make diff-01, diff-02 and so on, and diff-ddp' >&2; exit 1; fi; \
-	before=$$(sed -n "s/^ *git diff .* \([^ ]*\) $$file$$/\1/p" $$file); \
+	@file=$$(ls speedup_$*_*.py $*_run.py branches/$*_run.py 2>/dev/null); \
+	if [ -z "$$file" ]; then echo 'there is no rung $*: make diff-01, diff-02 and so on, diff-ddp and diff-fsdp' >&2; exit 1; fi; \
+	before=$$(sed -n "s|^ *git diff .* \([^ ]*\) $$file$$|\1|p" $$file); \
 	folder=$$(mktemp -d); \
+	mkdir $$folder/branches; \
 	for side in $$before $$file; do sed '1,/^"""$$/d' $$side > $$folder/$$side; done; \
 	sed '/^"""$$/q' $$file; \
 	cd $$folder && git --no-pager diff --no-index --word-diff=color $$before $$file; \

@@ -1,13 +1,14 @@
 """DDP: the same training on several GPUs, and batches of half a million tokens on any number of them.
 
-Every rank, a process per GPU, has the whole model and reads its own batches; their gradients are averaged. A batch of
---total-batch-size tokens is cut into micro-batches that fit, whose gradients add up and travel once per step.
+Every rank, a process per GPU, has the whole model and reads its own micro-batches. Their gradients add up, and once per
+step they are averaged over the ranks. With --checkpoint-dir and --resume a killed run goes on as if it had not been.
 
     torchrun --standalone --nproc_per_node=2 ddp_run.py    on two GPUs; python ddp_run.py on one
     git diff --no-index --word-diff speedup_10_fused_adamw.py ddp_run.py
 """
 
 import argparse
+import json
 import math
 import os
 import platform
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 
 @dataclass
@@ -193,6 +195,30 @@ def peak_memory(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def save_checkpoint(folder, keep, checkpoint):
+    """Write folder/step_N.pt, whole or not at all, then delete all but the `keep` newest. Raises OSError."""
+    with open(folder / "unfinished.tmp", "wb", buffering=0) as file:
+        torch.save(checkpoint, file)
+        os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
+    os.replace(file.name, folder / f"step_{checkpoint['step']:08d}.pt")
+    for old in sorted(folder.glob("step_*.pt"))[:-keep]:
+        old.unlink()
+
+
+def load_checkpoint(folder):
+    """The newest checkpoint that can be read, or None. Raises OSError, or ValueError if there are only damaged ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    open(folder / "unfinished.tmp", "wb").close()  # if nothing can be written here, say so now
+    paths = sorted(folder.glob("step_*.pt"), reverse=True)
+    for path in paths:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)  # weights_only: it cannot run code
+        except Exception as error:  # a damaged file raises a dozen kinds
+            print(f"{path} cannot be read: {repr(error)[:200]}", file=sys.stderr)
+    if paths:
+        raise ValueError(f"no checkpoint in {folder} can be read")
+
+
 def main():
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
@@ -207,16 +233,23 @@ def main():
     parser.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
     parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
     parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
+    parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="folder to save in; without it, no saving")
+    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="steps, and at the end; default 250")
+    parser.add_argument("--keep", metavar="K", type=int, default=2, help="the newest checkpoints, default 2")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    parser.add_argument("--log", "--log-file", metavar="FILE.jsonl", help="append a JSON record per step")
     args = parser.parse_args()
-    sizes = args.batch_size, args.seq_len, args.steps, args.total_batch_size
+    sizes = args.batch_size, args.seq_len, args.steps, args.total_batch_size, args.save_every, args.keep
     if any(n is not None and n < 1 for n in sizes) or not 0 <= args.seed < 2**64:
-        parser.error("--batch-size, --seq-len, --steps, --total-batch-size must be at least 1, --seed 0 to 2**64 - 1")
+        parser.error("--seed must be 0 to 2**64 - 1, every other number at least 1")
+    if args.resume and not args.checkpoint_dir:
+        parser.error("--resume needs --checkpoint-dir")
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # Ctrl-C: no traceback, and the summary below is printed
 
-    ddp = "RANK" in os.environ  # torchrun starts a process per GPU and tells each its place
+    ddp = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys()  # torchrun starts a process per GPU, with its place
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if ddp and args.device != "cpu":
-        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"
+        args.device = f"{accelerator}:{os.environ.get('LOCAL_RANK', rank)}"
         if args.device not in devices:
             parser.error(f"there is no {args.device} for rank {rank}: lower --nproc_per_node")
         torch.accelerator.set_device_index(args.device)
@@ -265,51 +298,98 @@ def main():
 
     # Python only queues the GPU's work: a clock that does not wait for it reads how fast it is queued
     synchronize = torch.cpu.synchronize if device.type == "cpu" else torch.accelerator.synchronize
-    times = []  # seconds per step
+    task = {"--model": str(model.config), "--seq-len": T, "--total-batch-size": total, "--data": len(loader.tokens)}
+    folder, saved, signals, times = args.checkpoint_dir, {"step": 0, "task": task}, [], {}  # times: step -> seconds
     try:
+        if ddp:
+            dist.init_process_group(dist.get_default_backend_for_device(device))
         model.to(device)
         model.compile(mode=args.compile_mode)
         optimizer = model.configure_optimizers()
+        saved = (folder and load_checkpoint(folder)) or saved
+        if saved["step"] and not args.resume:
+            raise ValueError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
+        if other := dict(saved["task"].items() - task.items()):
+            raise ValueError(f"{folder} has checkpoints of another task, with {other}")
         if ddp:
-            dist.init_process_group(dist.get_default_backend_for_device(device))
-            model = nn.parallel.DistributedDataParallel(model)
-        for step in range(args.steps):
+            model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            dist.all_gather_object(steps := [0] * world_size, saved["step"])
+            if len(set(steps)) > 1:
+                raise ValueError(f"the ranks do not see the same {folder}: they would go on from steps {steps}")
+        log = open(args.log if args.log and rank == 0 else os.devnull, "a+", buffering=1, newline="")
+        log.seek(0)
+        lines = log.readlines()
+        if lines and not lines[0].startswith('{"step": '):
+            raise ValueError(f"{args.log} is not a log of this script")
+        again = [line for line in lines if not line.endswith("\n") or json.loads(line)["step"] >= saved["step"]]
+        if len(again) > args.resume * args.keep * args.save_every:
+            raise ValueError(f"{args.log} is the log of another run")
+        if again:  # the steps since the checkpoint
+            log.truncate(len("".join(lines)) - len("".join(again)))
+        generators = [torch.default_generator, *getattr(module, "default_generators", ())]
+        if saved["step"]:
+            print(f"going on at step {saved['step']} of {args.steps}, from {folder}")
+            set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+            loader.position = saved["position"] + B * T * rank
+            list(map(torch.Generator.set_state, generators, saved["rng"]))  # the CPU's, and those of the GPUs
+        for number in (signal.SIGINT, signal.SIGTERM) if folder else ():
+            signal.signal(number, lambda number, _: signals.append(number))
+        for step in range(saved["step"], args.steps):
             synchronize(device)
             start = time.perf_counter()
-            optimizer.zero_grad()
-            loss = torch.zeros((), device=device)  # the mean over the micro-steps and ranks
+            optimizer.zero_grad(set_to_none=not ddp)  # DDP's are views of what it sends
+            report = torch.zeros(2, device=device)  # the loss, mean over micro-steps and ranks; signals that came
             for micro_step in range(accumulation):
-                x, y = (t.to(device) for t in loader.next_batch())
-                # gradients add up on each rank; only the last backward pass averages them over the ranks
+                x, y = (t.pin_memory() if device.type == "cuda" else t for t in loader.next_batch())
+                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)  # queued: Python goes on
                 with nullcontext() if not ddp or micro_step == accumulation - 1 else model.no_sync():
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                         logits, micro_loss = model(x, y)
-                    (micro_loss / accumulation).backward()
-                loss += micro_loss.detach() / accumulation / world_size
+                    (micro_loss / accumulation).backward()  # they add up on each rank; the last averages over ranks
+                report[0] += micro_loss.detach() / accumulation / world_size
+            report[1] = len(signals)
             if ddp:
-                dist.all_reduce(loss)
+                dist.all_reduce(report)
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # returns the norm before clipping
             lr = get_lr(step, args.steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
             synchronize(device)
-            times.append(time.perf_counter() - start)
-            print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
-            print(f"dt {1000 * times[-1]:8.2f} ms | {total / times[-1]:10,.0f} tok/s", flush=True)
-            if not math.isfinite(loss.item()):
+            times[step] = time.perf_counter() - start
+            loss, stop = report.tolist()
+            left = f"{np.median(list(times.values())[-10:]) * (args.steps - step - 1) / 60:.1f} min left"
+            print(f"step {step:4d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
+            print(f"dt {1000 * times[step]:8.2f} ms | {total / times[step]:10,.0f} tok/s | {left}", flush=True)
+            if not math.isfinite(loss):
                 sys.exit(f"{parser.prog}: error: the loss is not finite at step {step}")
+            print(json.dumps({"step": step, "loss": loss, "lr": lr, "norm": norm.item(), "sec": times[step]}), file=log)
+            if folder and ((step + 1) % args.save_every == 0 or step + 1 == args.steps or stop):
+                state = {"step": step + 1, "position": loader.position, "rng": [g.get_state() for g in generators]}
+                state |= {"task": task, "args": {name: str(value) for name, value in vars(args).items()}}
+                state["model"], state["optimizer"] = get_state_dict(model, optimizer)
+                if rank == 0:
+                    save_checkpoint(folder, args.keep, state)
+            if stop:
+                sys.exit(128 + (signals or [signal.SIGTERM])[0])
     except torch._dynamo.exc.TorchDynamoException as error:
         sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
+    except (OSError, ValueError) as error:
+        parser.exit(1 if times else 2, f"{parser.prog}: error: {error}\n")
     except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch.save met a full disk
+            sys.exit(f"{parser.prog}: error: {folder}: {error.__context__}")
+        if isinstance(error, dist.DistError) or "/gloo/" in str(error):
+            time.sleep(5)  # torchrun names the rank that ends first: let it be the one that failed
+            sys.exit(f"{parser.prog}: error: rank {rank} lost another, whose error is the one to read: {error}")
         if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
             raise
         sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
     finally:
         if times:
             first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation, allocator, autotuning
-            median = float(np.median(times[first:]))
-            print(f"median of steps {first}-{len(times) - 1}: {1000 * median:.2f} ms", end=", ")
+            median = float(np.median(list(times.values())[first:]))
+            print(f"median of steps {list(times)[first]}-{list(times)[-1]}: {1000 * median:.2f} ms", end=", ")
             print(f"{total / median:,.0f} tok/s, peak memory {peak_memory(device) / 2**30:.2f} GiB")
     if ddp:
         dist.destroy_process_group()

@@ -22,6 +22,7 @@ STEP = re.compile(
     r"step (?P<step>[ \d]{4}) \| loss (?P<loss>\d+\.\d{6}) \| "
     r"(?:lr (?P<lr>\d\.\d{4}e-\d\d) \| )?(?:norm (?P<norm>\d+\.\d{4}) \| )?"
     r"dt (?P<ms>[ \d]{5}\.\d\d) ms \| (?P<rate>[ \d,]{10}) tok/s"
+    r"(?: \| (?P<left>\d+\.\d) min left)?"
 )
 SUMMARY = re.compile(
     r"median of steps (?P<first>\d+)-(?P<last>\d+): (?P<ms>\d+\.\d\d) ms, (?P<rate>[\d,]+) tok/s, "
@@ -109,6 +110,8 @@ def watch(script, *args, device="cpu", compiled=False, autocast=True, **environm
         return logits, loss
 
     def update(optimizer, *args, **kwargs):
+        if not models:
+            return original(optimizer, *args, **kwargs)  # set_state_dict makes the moments by a step of no length
         step, parameters = steps[-1], dict(models[0].named_parameters())
         step.events.append("step")
         step.groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -147,6 +150,7 @@ def watch(script, *args, device="cpu", compiled=False, autocast=True, **environm
             module.main()
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # main() sets its own
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
     steps.pop()  # what came after the last step's second clock
     for step, line in zip(steps, STEP.finditer(output.getvalue()), strict=True):
         assert step.after, "no step of AdamW was seen"

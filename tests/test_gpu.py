@@ -4,13 +4,13 @@ import json
 import math
 
 import pytest
-from conftest import ROOT, SCRIPTS, SUMMARY
+from conftest import ROOT, SCRIPTS, SUMMARY, since
 
 pytestmark = pytest.mark.gpu
 
 
 def arguments(script):
-    return ["--total-batch-size", 8192] if script == "ddp_run.py" else []  # half a million tokens take a while
+    return ["--total-batch-size", 8192] if script in since("ddp_run.py") else []  # half a million tokens take a while
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -96,7 +96,7 @@ def complaints(rung, before, after):
     for name in changed & old.keys() & new.keys():
         was, now = variables(old[name][1]), variables(new[name][1])
         for lost, gained in ((x, y) for x in was - now if x for y in now - was if y):
-            if {re.sub(rf"\b{lost}\b", gained, line) for line in removed} & added:
+            if gained != "_" and {re.sub(rf"\b{lost}\b", gained, line) for line in removed} & added:
                 yield f"{name}: {lost} was renamed {gained}"
 
 
@@ -233,8 +233,9 @@ def test_a_new_idea_takes_a_file_and_a_row(tmp_path):
 )
 def test_a_wrong_row_is_one_clear_error(row, text, tmp_path):
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    (tmp_path / "branches").mkdir()
     for file in ("README.md", "ladder.toml", *RUNGS):
-        shutil.copy(ROOT / file, tmp_path)
+        shutil.copy(ROOT / file, tmp_path / file)
     with (tmp_path / "ladder.toml").open("a", encoding="utf-8") as file:
         file.write(f"\n[[rung]]\n{row}\n")
     done = subprocess.run([sys.executable, "tools/ladder.py"], cwd=tmp_path, capture_output=True, text=True)

@@ -147,7 +147,7 @@ MISTAKES = [
     Mistake(
         "the printed loss is that of the last micro-step",
         "ddp_run.py",
-        {"loss += micro_loss.detach() / accumulation / world_size": "loss = micro_loss.detach() / world_size"},
+        {"report[0] += micro_loss.detach() / accumulation /": "report[0] = micro_loss.detach() /"},
         "the curve is noisier than the training",
         "test_training.py::test_micro_steps_add_up_to_the_gradient_of_the_whole_batch",
     ),
@@ -159,7 +159,7 @@ MISTAKES = [
                 with nullcontext() if not ddp or micro_step == accumulation - 1 else model.no_sync():
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                         logits, micro_loss = model(x, y)
-                    (micro_loss / accumulation).backward()
+                    (micro_loss / accumulation).backward()  # they add up on each rank; the last averages over ranks
 """: """\
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                     logits, micro_loss = model(x, y)

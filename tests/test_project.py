@@ -14,13 +14,14 @@ def test_the_ladder_has_the_twelve_files_that_people_type():
     rungs = [f"speedup_{number:02d}_{idea}.py" for number, idea in enumerate(ideas, start=1)]
     ladder = ["baseline.py", *rungs, "ddp_run.py"]
     assert [script for script in SCRIPTS if script in ladder] == ladder
-    assert {path.name for path in ROOT.glob("*.py")} <= set(SCRIPTS)  # a script without a row would be proven by none
+    files = [path.relative_to(ROOT).as_posix() for folder in (".", "branches") for path in ROOT.glob(f"{folder}/*.py")]
+    assert set(files) <= set(SCRIPTS)  # a script without a row would be proven by none
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_is_short_and_stands_alone(script):
     source = (ROOT / script).read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= (320 if script.startswith(("baseline", "speedup")) else 400)
+    assert len(source.splitlines()) < (320 if script.startswith(("baseline", "speedup")) else 405)
     tree = ast.parse(source)
     used = {"torch", "tiktoken", "numpy"} | set(sys.stdlib_module_names)
     for node in ast.walk(tree):
@@ -34,7 +35,8 @@ def test_a_script_is_short_and_stands_alone(script):
 
 
 @pytest.mark.parametrize(
-    "number, text", [("03", "torch.autocast"), ("10", "fused=True"), ("ddp", "DistributedDataParallel")]
+    "number, text",
+    [("03", "torch.autocast"), ("10", "fused=True"), ("ddp", "DistributedDataParallel"), ("fsdp", "fully_shard")],
 )
 def test_make_diff_shows_a_rung_against_the_one_before(number, text):
     done = subprocess.run(["make", "--no-print-directory", f"diff-{number}"], cwd=ROOT, capture_output=True, text=True)

@@ -6,7 +6,7 @@ import sys
 
 import propagate
 import pytest
-from conftest import ROOT, RUNGS, SCRIPTS
+from conftest import ROOT, RUNGS, SCRIPTS, since
 
 SHARED = "# of tokens\n", "# one row for each token of the vocabulary\n"  # a line that all scripts have
 GONE = "att = q @ k", "att = k @ q"  # a line that rung 06 takes out
@@ -185,14 +185,16 @@ def test_the_idea_of_a_new_rung_reaches_the_files_above_it(clone):
     before = clone.texts()
     assert clone.propagate("--down", "speedup_99_trial.py").returncode == 2  # an idea goes up
     done = clone.propagate("speedup_99_trial.py")
-    assert (done.returncode, done.stdout) == (0, "ddp_run.py: carried\n")
-    assert clone.texts() == before | {"ddp_run.py": before["ddp_run.py"].replace(old, new)}
+    above = since("ddp_run.py")
+    assert (done.returncode, done.stdout.splitlines()) == (0, says(above, "carried"))
+    assert clone.texts() == before | {script: before[script].replace(old, new) for script in above}
 
 
 def test_nothing_stands_on_the_last_file(clone):
-    clone.edit("ddp_run.py", *SHARED)
-    done = clone.propagate("ddp_run.py")
-    assert (done.returncode, done.stdout) == (0, "no script stands on ddp_run.py: nothing to carry it into\n")
+    last = SCRIPTS[-1]
+    clone.edit(last, *SHARED)
+    done = clone.propagate(last)
+    assert (done.returncode, done.stdout) == (0, f"no script stands on {last}: nothing to carry it into\n")
 
 
 def test_errors_are_one_line(clone):

@@ -47,7 +47,7 @@ def test_the_lines_are_those_of_the_contract(runs, script):
     )
     assert lines.pop(0) == "loaded 338025 tokens"
     assert lines.pop(0) == "1 epoch = 660 batches"
-    if script == "ddp_run.py":
+    if script in since("ddp_run.py"):
         assert lines.pop(0) == "4096 tokens per step = 8 micro-steps * B 4 * T 128 * 1 ranks"
         tokens = 4096
 
@@ -58,6 +58,7 @@ def test_the_lines_are_those_of_the_contract(runs, script):
         assert int(step["step"]) == number
         assert (step["norm"] is not None) == (script in since(8))
         assert (step["lr"] is not None) == (script in since(9))
+        assert (step["left"] is not None) == (script in since("ddp_run.py"))
         ms, rate = float(step["ms"]), float(step["rate"].replace(",", ""))
         assert rate == pytest.approx(tokens / (ms / 1000), rel=1e-3, abs=1)  # tokens per SECOND
         times.append(ms)

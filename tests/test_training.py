@@ -136,11 +136,11 @@ def test_micro_steps_add_up_to_the_gradient_of_the_whole_batch(batch):
 
 def test_gradients_travel_once_per_step_in_the_last_backward_pass(monkeypatch):
     """In a process group of one rank: what DDP sends, and when, does not depend on who else there is."""
-    seen = []
+    seen, sent = [], []
 
     class Watched(DistributedDataParallel):
-        def __init__(self, model):
-            super().__init__(model)
+        def __init__(self, model, **options):
+            super().__init__(model, **options)
             self.register_comm_hook(torch.distributed.group.WORLD, self.send)
 
         def forward(self, *args):
@@ -150,6 +150,7 @@ def test_gradients_travel_once_per_step_in_the_last_backward_pass(monkeypatch):
         @staticmethod
         def send(group, bucket):
             seen.append("send ")
+            sent.append(bucket.buffer().numel())
             return allreduce_hook(group, bucket)
 
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Watched)
@@ -159,3 +160,4 @@ def test_gradients_travel_once_per_step_in_the_last_backward_pass(monkeypatch):
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     train("ddp_run.py", 3, batch=2, total=4 * 2 * 32, **ranks)
     assert re.fullmatch("((forward ){4}(send )+){3}", "".join(seen)), seen
+    assert sum(sent) == 3 * sum(p.numel() for p in nano("ddp_run.py").parameters())  # each gradient once per step

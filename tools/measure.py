@@ -28,7 +28,7 @@ import render
 from ladder import ROOT, read_ladder
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-STEP = re.compile(r"^step +(\d+) \| loss (\d+\.\d+) \|.* dt +(\d+\.\d+) ms \| +[\d,]+ tok/s$", re.MULTILINE)
+STEP = re.compile(r"^step +(\d+) \| loss (\d+\.\d+) \|.* dt +(\d+\.\d+) ms \| +[\d,]+ tok/s\b", re.MULTILINE)
 MEMORY = re.compile(r"^median of steps .* peak memory (\d+\.\d+) GiB$", re.MULTILINE)
 PARAMETERS = re.compile(r"^device .* ([\d,]+) parameters \| B \d+ T \d+$", re.MULTILINE)
 ROOF_FLAGS = ("model", "batch-size", "seq-len", "device")
@@ -49,8 +49,9 @@ class Row:
 
 
 def rows(peers):
-    """The rungs in order; with peers, what torchrun adds to ddp_run.py, and what one would run instead of rung 10."""
-    found = [Row(rung.file, (rung.file,), rung.precision, rung.before) for rung in read_ladder()]
+    """The ladder in order, no branches; with peers, what torchrun adds to ddp_run.py, and what others would run."""
+    ladder = [rung for rung in read_ladder() if not rung.file.startswith("branches/")]
+    found = [Row(rung.file, (rung.file,), rung.precision, rung.before) for rung in ladder]
     if peers:
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "ddp_run.py")
         found.append(Row("ddp_run.py under torchrun", torchrun, found[-1].precision, "ddp_run.py", "peer"))

@@ -1,0 +1,125 @@
+"""Kill ddp_run.py with SIGKILL at random moments, resume it each time, and compare with the run that nobody disturbed.
+
+    python tests/kills.py 50        one line per kill, then the count; status 1 if anything was lost
+
+Two ranks under torchrun train nano on the CPU (or --device cuda, one rank) and save every 3 steps. A third of the kills
+wait for a save to begin. Each run after a kill begins where the last save that was finished ended, and no step is lost
+beyond that; at the end the losses of all steps, and the weights, are those of the undisturbed run, bit for bit.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+ROOT, EVERY = Path(__file__).resolve().parent.parent, 3
+
+
+def start(folder, steps, device):
+    ranks = 2 if device == "cpu" else 1
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [str(ROOT / "ddp_run.py"), "--model", "nano", "--seq-len", "32", "--batch-size", "2"]
+    command += ["--total-batch-size", "128", "--device", device, "--checkpoint-dir", str(folder), "--resume"]
+    command += [
+        "--save-every",
+        str(EVERY),
+        "--keep",
+        "2",
+        "--log-file",
+        str(folder / "log.jsonl"),
+        "--steps",
+        str(steps),
+    ]
+    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+
+
+def family(process):
+    """torchrun, the ranks, the compiler's helpers."""
+    return [process, *psutil.Process(process.pid).children(recursive=True)]
+
+
+def kill(processes):
+    """All at once, as a power cut does."""
+    for victim in processes:
+        try:
+            victim.kill()
+        except psutil.NoSuchProcess:
+            pass
+    for victim in processes:
+        victim.wait()
+
+
+def log(folder):
+    """step -> loss, of the lines that are whole; raises AssertionError if a step is there twice, or missing."""
+    path = folder / "log.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    found = {record["step"]: record["loss"] for record in map(json.loads, lines)}
+    assert list(found) == list(range(len(lines))), f"the log has the steps {list(found)}"
+    return found
+
+
+def newest(folder):
+    return max((int(path.stem[5:]) for path in folder.glob("step_*.pt")), default=0)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kills", type=int)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    chance, steps = random.Random(args.seed), 8 * max(args.kills, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        calm, stormy = Path(folder) / "calm", Path(folder) / "stormy"
+        calm.mkdir(), stormy.mkdir()
+        assert start(calm, steps, args.device).wait() == 0
+        expected = log(calm)
+        done = while_saving = 0
+        while done < args.kills:
+            before = newest(stormy)
+            process = start(stormy, steps, args.device)
+            in_a_save, wait = chance.random() < 1 / 3, chance.uniform(0, 0.8)
+            size, patience = 0, time.monotonic() + 300
+            while len(log(stormy)) <= before and process.poll() is None:  # until a new step is done
+                assert time.monotonic() < patience, "no step in 300 s"
+                time.sleep(0.01)
+            victims = family(process)
+            if in_a_save:
+                while not size and process.poll() is None:  # until some of a checkpoint is written
+                    try:
+                        size = (stormy / "unfinished.tmp").stat().st_size
+                    except FileNotFoundError:
+                        pass
+            else:
+                time.sleep(wait)
+            if process.poll() is not None:
+                raise AssertionError(f"it ended by itself, with status {process.returncode}")
+            kill(victims)
+            done += 1
+            reached, kept, rest = len(log(stormy)), newest(stormy), stormy / "unfinished.tmp"
+            size = rest.stat().st_size if rest.exists() else 0
+            while_saving += size > 0
+            assert kept >= before and reached - kept <= EVERY, f"step {reached} was reached and {kept} kept"
+            print(
+                f"kill {done}: after step {reached}, kept {kept}, {size:,} bytes of a checkpoint unfinished", flush=True
+            )
+        assert start(stormy, steps, args.device).wait() == 0
+        assert log(stormy) == expected, "the losses differ"
+        one, other = (torch.load(run / f"step_{steps:08d}.pt", weights_only=True)["model"] for run in (calm, stormy))
+        assert all(torch.equal(one[name], other[name]) for name in one), "the weights differ"
+    print(f"{done} kills, {while_saving} of them in a save: {steps} losses and all weights as if undisturbed")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except AssertionError as error:
+        sys.exit(f"kills.py: {error}")

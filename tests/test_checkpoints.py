@@ -1,0 +1,284 @@
+"""A long run of ddp_run.py: what it saves, how it goes on after a kill, and what cannot go wrong on the way."""
+
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, STEP, SUMMARY, load, since, watch
+
+SIZES = ["--model", "nano", "--seq-len", 32, "--batch-size", 2, "--total-batch-size", 128]
+
+
+def train(steps, *args, script="ddp_run.py", **environment):
+    """Steps of a short run in this process, uncompiled."""
+    return watch(script, *SIZES, "--steps", steps, *args, **environment)
+
+
+def curve(steps):
+    return [(step.printed["step"], step.printed["loss"], step.printed["norm"]) for step in steps]
+
+
+def records(log):
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return train(8)
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """What a run of 8 steps left, saved at 3 and at 6, as if it had been killed before it saved the last."""
+    folder = tmp_path_factory.mktemp("left")
+    train(8, "--checkpoint-dir", folder / "saved", "--save-every", 3, "--keep", 3, "--log", folder / "log.jsonl")
+    assert names(folder / "saved") == ["step_00000003.pt", "step_00000006.pt", "step_00000008.pt"]
+    (folder / "saved" / "step_00000008.pt").unlink()
+    return folder
+
+
+@pytest.fixture
+def saved(left, tmp_path):
+    """The folder of its checkpoints, in a copy; log.jsonl is beside it."""
+    shutil.copytree(left, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "saved"
+
+
+def refused(monkeypatch, capfd, status, pattern, *args, lines=1):
+    """main() ends with this status, and the pattern is in the last line on stderr."""
+    monkeypatch.setattr("sys.argv", ["ddp_run.py", "--device", "cpu", *map(str, (*SIZES, "--steps", 8, *args))])
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        load("ddp_run.py").main()
+    for number, handler in (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL):
+        signal.signal(number, handler)  # main() sets its own
+    written = capfd.readouterr().err
+    if isinstance(exit.value.code, str):  # sys.exit(text): Python prints it, and the status is 1
+        written, exit.value.code = written + exit.value.code + "\n", 1
+    assert exit.value.code == status, written
+    assert len(written.splitlines()) == lines, written
+    assert re.match(rf"ddp_run.py: error: .*{pattern}", written.splitlines()[-1]), written
+
+
+@pytest.mark.parametrize("script", since("ddp_run.py"))
+def test_a_checkpoint_holds_all_that_the_training_is(saved, tmp_path, script):
+    if script != "ddp_run.py":
+        shutil.rmtree(saved)
+        train(6, "--checkpoint-dir", saved, script=script)
+    checkpoint = torch.load(saved / "step_00000006.pt", weights_only=True)
+    assert checkpoint["step"] == 6
+    assert checkpoint["position"] == 6 * 128
+    assert checkpoint["args"]["seq_len"] == "32" and checkpoint["args"]["seed"] == "1337"
+    assert torch.equal(checkpoint["rng"][0], torch.get_rng_state())
+    module = load("speedup_10_fused_adamw.py")
+    model = module.GPT(module.MODELS["nano"])
+    model.load_state_dict(checkpoint["model"])  # strict: plain names, all of them
+    assert checkpoint["optimizer"]["state"].keys() == dict(model.named_parameters()).keys()
+    assert {float(state["step"]) for state in checkpoint["optimizer"]["state"].values()} == {6.0}
+
+
+@pytest.mark.parametrize("script", since(7))
+def test_the_weights_are_those_of_the_run_in_every_script_of_this_shape(saved, undisturbed, script):
+    module = load(script)
+    model = module.GPT(module.MODELS["nano"])
+    model.load_state_dict(torch.load(saved / "step_00000006.pt", weights_only=True)["model"])
+    assert all(torch.equal(p, undisturbed[6].before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("script", since("ddp_run.py"))
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(saved, undisturbed, tmp_path, script):
+    log = tmp_path / "log.jsonl"
+    steps = train(8, "--checkpoint-dir", saved, "--resume", "--log", log, "--save-every", 3, script=script)
+    assert curve(steps) == curve(undisturbed)[6:]
+    for resumed, original in zip(steps, undisturbed[6:], strict=True):
+        assert all(torch.equal(resumed.before[name], p) for name, p in original.before.items())
+        assert all(torch.equal(resumed.after[name], p) for name, p in original.after.items())
+    assert [record["step"] for record in records(log)] == list(range(8))
+    assert records(log)[7].keys() == {"step", "loss", "lr", "norm", "sec"}
+    assert [f"{record['loss']:.6f}" for record in records(log)] == [loss for _, loss, _ in curve(undisturbed)]
+
+
+def test_nothing_random_is_lost(saved):
+    checkpoint = torch.load(saved / "step_00000006.pt", weights_only=True)
+    torch.manual_seed(7)
+    checkpoint["rng"][0] = torch.get_rng_state()
+    torch.save(checkpoint, saved / "step_00000006.pt")
+    train(7, "--checkpoint-dir", saved, "--resume")
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_other_micro_batches_go_on_with_the_same_text(saved, undisturbed):
+    (step, _) = train(8, "--checkpoint-dir", saved, "--resume", "--batch-size", 4)
+    assert float(step.printed["loss"]) == pytest.approx(float(undisturbed[6].printed["loss"]), abs=1e-4)
+
+
+def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(undisturbed, tmp_path):
+    arguments = "--checkpoint-dir", tmp_path / "new" / "folder", "--resume", "--log", tmp_path / "log.jsonl"
+    assert curve(train(8, *arguments)) == curve(undisturbed)
+    assert train(8, *arguments) == []  # a requeued job that was done
+    assert [record["step"] for record in records(tmp_path / "log.jsonl")] == list(range(8))
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_it_keeps_the_newest(tmp_path, keep):
+    train(8, "--checkpoint-dir", tmp_path, "--save-every", 2, "--keep", keep)
+    assert names(tmp_path) == ["step_00000006.pt", "step_00000008.pt"][-keep:]
+
+
+def damage(path, how):
+    if how == "cut short":
+        os.truncate(path, path.stat().st_size - 1000)
+    elif how == "empty":
+        os.truncate(path, 0)
+    elif how == "of another program":
+        path.write_text("To be, or not to be")
+    elif how == "no zip":
+        path.write_bytes(bytes(5000))
+    else:  # a pickle that runs a command when it is read
+        torch.save({"step": 6, "task": Command(path.parent / "ran")}, path)
+
+
+class Command:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("how", ["cut short", "empty", "of another program", "no zip", "code"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(saved, undisturbed, capfd, how):
+    damage(saved / "step_00000006.pt", how)
+    assert curve(train(8, "--checkpoint-dir", saved, "--resume")) == curve(undisturbed)[3:]
+    written = capfd.readouterr().err
+    assert len(written.splitlines()) == 1 and written.startswith(f"{saved / 'step_00000006.pt'} cannot be read: ")
+    assert not (saved / "ran").exists()
+
+
+def test_where_all_are_damaged_nothing_is_begun(saved, monkeypatch, capfd):
+    for path in saved.iterdir():
+        path.write_bytes(b"")
+    before = names(saved)
+    refused(monkeypatch, capfd, 2, "no checkpoint in .* can be read", "--checkpoint-dir", saved, "--resume", lines=3)
+    assert [name for name in names(saved) if name != "unfinished.tmp"] == before
+
+
+@pytest.mark.parametrize(
+    "change, pattern",
+    [
+        (["--seq-len", 64], "--seq-len.* 32"),
+        (["--total-batch-size", 256], "--total-batch-size.* 128"),
+        (["--model", "gpt2", "--batch-size", 1], "--model.*n_embd=128"),
+        (["--data", "other.txt"], "--data.* 338025"),
+    ],
+)
+def test_another_task_is_refused_by_name(saved, monkeypatch, capfd, tmp_path, change, pattern):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.txt").write_text("To be, or not to be, that is the question. " * 100)
+    before = {path: path.read_bytes() for path in saved.iterdir() if path.suffix == ".pt"}
+    refused(monkeypatch, capfd, 2, pattern, "--checkpoint-dir", saved, "--resume", *change)
+    assert {path: path.read_bytes() for path in saved.iterdir() if path.suffix == ".pt"} == before
+
+
+def test_what_another_run_left_is_not_touched(saved, monkeypatch, capfd, tmp_path):
+    before = names(saved), (tmp_path / "log.jsonl").read_bytes()
+    refused(monkeypatch, capfd, 2, "has checkpoints: --resume", "--checkpoint-dir", saved)
+    refused(monkeypatch, capfd, 2, "another run", "--log", tmp_path / "log.jsonl")
+    new = "--checkpoint-dir", tmp_path / "new", "--resume", "--save-every", 2, "--keep", 1
+    refused(monkeypatch, capfd, 2, "another run", *new, "--log", tmp_path / "log.jsonl")
+    assert (
+        [name for name in names(saved) if name != "unfinished.tmp"],
+        (tmp_path / "log.jsonl").read_bytes(),
+    ) == before
+    for text in ("To be, or not to be\n", '{"name": "Hamlet"}\n', "3\n", "\n", "x"):
+        (tmp_path / "notes.txt").write_text(text)
+        refused(monkeypatch, capfd, 2, "notes.txt", *new, "--log", tmp_path / "notes.txt")
+        assert (tmp_path / "notes.txt").read_text() == text
+
+
+def test_a_log_that_a_kill_cut_short_is_mended(saved, undisturbed, tmp_path):
+    log = tmp_path / "log.jsonl"
+    os.truncate(log, log.stat().st_size - 5)
+    train(8, "--checkpoint-dir", saved, "--resume", "--log", log)
+    assert [record["step"] for record in records(log)] == list(range(8))
+
+
+@pytest.mark.parametrize("folder", ["/proc/checkpoints", "file"])
+def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(monkeypatch, capfd, tmp_path, folder):
+    (tmp_path / "file").write_text("mine")
+    refused(monkeypatch, capfd, 2, f".*{folder}", "--checkpoint-dir", tmp_path / folder)
+    refused(monkeypatch, capfd, 2, "proc", "--log", "/proc/log.jsonl")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_full_disk_ends_the_run_and_the_last_good_checkpoint_serves(saved, undisturbed, monkeypatch, capfd):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))  # a file of more than 1 MiB has no room
+    try:
+        refused(monkeypatch, capfd, 1, "File too large", "--checkpoint-dir", saved, "--resume", "--save-every", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names(saved) == ["step_00000003.pt", "step_00000006.pt", "unfinished.tmp"]
+    assert curve(train(8, "--checkpoint-dir", saved, "--resume")) == curve(undisturbed)[6:]
+    assert "unfinished.tmp" not in names(saved)
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_step_and_saves_it(undisturbed, tmp_path, inductor_cache, number, status):
+    command = [sys.executable, ROOT / "ddp_run.py", *SIZES, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved"]
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": inductor_cache}
+    with subprocess.Popen(map(str, command), stdout=subprocess.PIPE, text=True, env=environment) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if STEP.match(line) and STEP.match(line)["step"] == "   2":
+                process.send_signal(number)
+                process.send_signal(number)  # a scheduler's, and then torchrun's
+    assert process.returncode == status
+    steps = [match.groupdict() for match in STEP.finditer("".join(lines))]
+    assert 3 <= len(steps) <= 10
+    assert SUMMARY.search("".join(lines))["last"] == str(len(steps) - 1)
+    assert names(tmp_path / "saved") == [f"step_{len(steps):08d}.pt"]
+
+
+def test_a_kill_while_saving_costs_that_checkpoint_alone(saved, undisturbed, tmp_path, monkeypatch):
+    def cut(state, file):
+        file.write(pickle.dumps(state["step"]))
+        raise KeyboardInterrupt  # what comes after it is not done: no rename, no tidying
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch, "save", cut)
+        train(8, "--checkpoint-dir", saved, "--resume", "--save-every", 1)
+    assert names(saved) == ["step_00000003.pt", "step_00000006.pt", "unfinished.tmp"]
+    assert curve(train(8, "--checkpoint-dir", saved, "--resume")) == curve(undisturbed)[6:]
+
+
+def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    events = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (events.append(name), real(*args))[1])
+    load("ddp_run.py").save_checkpoint(tmp_path, 1, {"step": 1})
+    assert events == ["fsync", "replace"]
+
+
+def test_the_time_left_is_that_of_the_steps_to_come(monkeypatch):
+    clock = iter(range(0, 10000, 30))  # a step of 30 seconds: the clock is read twice in each
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    assert [step.printed["left"] for step in train(5)] == ["2.0", "1.5", "1.0", "0.5", "0.0"]

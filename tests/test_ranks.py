@@ -1,0 +1,298 @@
+"""ddp_run.py and branches/fsdp_run.py on several ranks: right gradients, and a rank, or a machine, that is lost."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT, STEP, load, since, watch
+
+SIZES = ["--model", "nano", "--seq-len", "32", "--batch-size", "2", "--total-batch-size", "256"]
+FAULTY = """
+# ddp_run.py, in which one rank fails in its fourth step, unless torchrun has started it anew
+import os, runpy, signal, sys, time, torch
+count, update = 0, torch.optim.AdamW.step
+def step(optimizer, *args, **kwargs):
+    global count
+    count += 1
+    if count == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        open({moment!r}, "w").write(str(time.time()))
+        {fault}
+    return update(optimizer, *args, **kwargs)
+torch.optim.AdamW.step = step
+sys.argv[0] = {script!r}
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def children():
+    """What this process has started, and what that has."""
+    return psutil.Process().children(recursive=True)
+
+
+def curve(done):
+    return [(step["step"], step["loss"], step["norm"]) for step in done.steps]
+
+
+@pytest.fixture(scope="module")
+def gradients(run, tmp_path_factory):
+    """{batch size: (the printed steps, the gradients of each)} of a script on so many ranks, device cpu or cuda."""
+    made = {}
+
+    def at(ranks, *sizes, script="ddp_run.py", device="cpu"):
+        if (ranks, script) not in made:
+            out = tmp_path_factory.mktemp("gradients") / "out.pt"
+            words = "tests/gradients.py", out, device, script, *sizes
+            done = run(*words, torchrun=ranks, timeout=120, OMP_NUM_THREADS="1")
+            assert done.returncode == 0, done.stderr
+            made[ranks, script] = torch.load(out)
+        return made[ranks, script]
+
+    return at
+
+
+def same(one, many, tolerance=1e-5):
+    """Steps with the loss, the norm and each gradient of the others."""
+    for (printed, grads), (expected, wanted) in zip(many.values(), [one] * len(many), strict=True):
+        ours, theirs = (list(STEP.finditer(text)) for text in (printed, expected))
+        assert len(ours) == len(theirs) == len(grads) == len(wanted) == 2
+        for step, other in zip(ours, theirs, strict=True):
+            assert float(step["loss"]) == pytest.approx(float(other["loss"]), rel=tolerance)
+            assert float(step["norm"]) == pytest.approx(float(other["norm"]), rel=tolerance, abs=1.01e-4)  # 4 decimals
+        for step, other in zip(grads, wanted, strict=True):
+            for grad, expected in zip(step, other, strict=True):
+                assert (grad - expected).norm() <= tolerance * expected.norm()
+            norm, expected = (torch.stack([g.norm() for g in grads]).norm() for grads in (step, other))
+            assert norm.item() == pytest.approx(expected.item(), rel=tolerance)
+
+
+@pytest.mark.parametrize("ranks, sizes", [(1, (4, 1)), (2, (4, 2, 1)), (4, (2, 1))])
+def test_every_split_gives_the_gradients_of_one_process_on_the_whole_batch(gradients, ranks, sizes):
+    same(gradients(1, 8, 4, 1)[8], {size: gradients(ranks, *sizes)[size] for size in sizes})
+
+
+@pytest.mark.parametrize("ranks, sizes", [(2, (4, 1)), (4, (2,))])
+def test_slices_give_the_gradients_of_the_whole(gradients, ranks, sizes):
+    same(gradients(1, 8, 4, 1)[8], gradients(ranks, *sizes, script="branches/fsdp_run.py"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("script", since("ddp_run.py"))
+def test_nccl_gives_the_gradients_of_gloo(gradients, script):
+    same(gradients(1, 8, 4, 1)[8], gradients(1, 8, 2, script=script, device="cuda"), tolerance=1e-3)
+
+
+@pytest.fixture(scope="module")
+def calm(run):
+    """Eight steps of two ranks that nothing happens to."""
+    done = run("ddp_run.py", *SIZES, "--steps", 8, torchrun=2, OMP_NUM_THREADS="1")
+    assert len(done.losses) == 8
+    return curve(done)
+
+
+def test_slices_train_as_the_whole_does_and_either_goes_on_from_the_other(run, calm, tmp_path):
+    """Compiled, in bf16, on two ranks."""
+    words = *SIZES, "--steps", 8, "--save-every", 6, "--checkpoint-dir"
+    expected = [float(loss) for _, loss, _ in calm]
+    slices = run("branches/fsdp_run.py", *words, tmp_path / "slices", torchrun=2, OMP_NUM_THREADS="1")
+    assert slices.returncode == 0, slices.stderr
+    assert slices.losses == pytest.approx(expected, abs=2e-4)
+    (tmp_path / "slices" / "step_00000008.pt").unlink()
+    whole = watch("ddp_run.py", *words, tmp_path / "slices", "--resume")
+    assert [float(step.printed["loss"]) for step in whole] == pytest.approx(expected[6:], abs=2e-4)
+
+    watch("ddp_run.py", *words, tmp_path / "whole")
+    (tmp_path / "whole" / "step_00000008.pt").unlink()
+    words = *words, tmp_path / "whole", "--resume"
+    slices = run("branches/fsdp_run.py", *words, torchrun=2, OMP_NUM_THREADS="1")
+    assert slices.returncode == 0, slices.stderr
+    assert slices.losses == pytest.approx(expected[6:], abs=2e-4)
+
+
+@pytest.fixture
+def faulty(tmp_path, run):
+    """Run ddp_run.py on two ranks of which the second fails."""
+
+    def with_fault(fault, *args, restarts=0):
+        path = tmp_path / "faulty.py"
+        path.write_text(FAULTY.format(fault=fault, script=str(ROOT / "ddp_run.py"), moment=str(tmp_path / "moment")))
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"--max-restarts={restarts}"]
+        path.with_name("launch.py").write_text(
+            "import runpy, sys\n"
+            f"sys.argv = {['torchrun', *launcher[2:], str(path), *map(str, (*SIZES, *args))]!r}\n"
+            "runpy.run_module('torch.distributed.run', run_name='__main__')\n"
+        )
+        # or a rank that is started anew finds where the one before it could be met (pytorch/pytorch#135712)
+        environment = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        done = run("launch.py", folder=tmp_path, **environment)
+        done.seconds = time.time() - float((tmp_path / "moment").read_text())
+        return done
+
+    return with_fault
+
+
+@pytest.mark.parametrize(
+    "fault, cause",
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9 (SIGKILL)"),
+        ("raise ValueError('a bad batch')", "a bad batch"),
+    ],
+)
+def test_a_rank_that_fails_takes_the_others_with_it_and_is_named(faulty, tmp_path, fault, cause):
+    before = set(children())
+    done = faulty(fault, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved")
+    assert done.returncode != 0
+    assert done.seconds < 60
+    assert set(children()) <= before
+    assert cause in done.stderr
+    root = done.stderr.split("Root Cause")[1]
+    assert re.search(r"rank +: 1 ", root), root
+    assert len(done.losses) in (3, 4)
+
+
+def test_max_restarts_goes_on_from_the_newest_checkpoint(faulty, calm, tmp_path):
+    saving = (
+        "--steps",
+        8,
+        "--checkpoint-dir",
+        tmp_path / "saved",
+        "--save-every",
+        2,
+        "--log-file",
+        tmp_path / "log.jsonl",
+    )
+    done = faulty("os.kill(os.getpid(), signal.SIGKILL)", *saving, "--resume", restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert re.search("going on at step [24] of 8", done.stdout)  # rank 0 may still have saved the step
+    steps = {step: (step, loss, norm) for step, loss, norm in curve(done)}  # those done twice count once
+    assert list(steps.values()) == calm
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize(
+    "variables, pattern",
+    [
+        ({"RANK": "0"}, "environment variable WORLD_SIZE expected"),
+        ({"WORLD_SIZE": "2"}, "environment variable RANK expected"),
+        ({"LOCAL_RANK": "0"}, "environment variable RANK expected"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "environment variable MASTER_ADDR expected"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "environment variable MASTER_PORT expected"),
+    ],
+)
+def test_ranks_started_by_hand_are_told_what_is_missing(monkeypatch, capfd, variables, pattern):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["ddp_run.py", "--device", "cpu"])
+    with pytest.raises(SystemExit) as exit:
+        load("ddp_run.py").main()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # main() sets its own
+    assert exit.value.code == 2
+    written = capfd.readouterr().err
+    assert len(written.splitlines()) == 1
+    assert re.match(rf"ddp_run.py: error: .*{pattern}", written), written
+
+
+def test_a_port_in_use_is_one_line(run):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = run("ddp_run.py", "--steps", 1, **place)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert re.match(rf"ddp_run.py: error: .*{port}.*EADDRINUSE", done.stderr), done.stderr
+
+
+def test_ranks_with_different_folders_are_refused(run, tmp_path):
+    """Two machines without a common disk: rank 0 finds a checkpoint, rank 1 none."""
+    watch("ddp_run.py", *SIZES, "--steps", 2, "--checkpoint-dir", tmp_path / "0" / "saved")
+    (tmp_path / "1").mkdir()
+    script = tmp_path / "apart.py"
+    script.write_text(
+        "import os, runpy, sys\n"
+        f"os.chdir(os.path.join({str(tmp_path)!r}, os.environ['RANK']))\n"
+        f"sys.argv[0] = {str(ROOT / 'ddp_run.py')!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    arguments = *SIZES, "--steps", 4, "--checkpoint-dir", "saved", "--resume"
+    done = run(script.name, *arguments, folder=tmp_path, torchrun=2)
+    assert done.returncode != 0
+    assert "the ranks do not see the same saved: they would go on from steps [2, 0]" in done.stderr
+
+
+def agents(tmp_path, inductor_cache, *args, port):
+    """Two machines: a torchrun each, which meet on a port, with a rank each."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": inductor_cache, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d"]
+    command += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=7", "--local-addr=127.0.0.1", str(ROOT / "ddp_run.py")]
+    command += [
+        *SIZES,
+        "--checkpoint-dir",
+        str(tmp_path / "saved"),
+        "--save-every",
+        "1000",
+        "--resume",
+        *map(str, args),
+    ]
+    return [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+
+
+def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path, inductor_cache):
+    first, second = both = agents(tmp_path, inductor_cache, "--steps", 8, port=free_port())
+    texts = [agent.communicate(timeout=200)[0] for agent in both]
+    assert [agent.returncode for agent in both] == [0, 0], texts
+    steps = [(m["step"], m["loss"], m["norm"]) for m in STEP.finditer("".join(texts))]
+    assert steps == calm  # from rank 0 alone
+
+    shutil.rmtree(tmp_path / "saved")
+    both = agents(tmp_path, inductor_cache, "--steps", 1000, port=free_port())
+    while not list((tmp_path / "saved").glob("*")):
+        time.sleep(0.1)
+    time.sleep(15)
+    second = both[1]
+    second.send_signal(signal.SIGTERM)  # one machine is taken away: both finish the step, and it is saved
+    start = time.monotonic()
+    texts = [agent.communicate(timeout=60)[0] for agent in both]
+    assert time.monotonic() - start < 60
+    assert all(agent.returncode != 0 for agent in both), texts
+    (path,) = (tmp_path / "saved").glob("step_*.pt")
+    stopped = int(path.stem[5:])
+    assert 0 < stopped < 1000
+
+    both = agents(tmp_path, inductor_cache, "--steps", stopped + 1, port=free_port())
+    texts = [agent.communicate(timeout=200)[0] for agent in both]
+    assert [agent.returncode for agent in both] == [0, 0], texts
+    assert [int(m["step"]) for m in STEP.finditer("".join(texts))] == [stopped]
+
+
+def test_five_kills(run):
+    """python tests/kills.py 50 does ten times as many."""
+    done = run("tests/kills.py", 5, "--seed", 1, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^5 kills, \d of them in a save: 40 losses and all weights as if undisturbed$", done.stdout, re.M)
+
+
+@pytest.mark.gpu
+def test_five_kills_on_a_gpu(run):
+    done = run("tests/kills.py", 5, "--device", "cuda", timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
