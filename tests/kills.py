@@ -66,6 +66,12 @@ def log(folder):
     return found
 
 
+def changed(folder):
+    """When the log was written to: a run before this one may have left steps that this one does again."""
+    path = folder / "log.jsonl"
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
 def newest(folder):
     return max((int(path.stem[5:]) for path in folder.glob("step_*.pt")), default=0)
 
@@ -84,14 +90,14 @@ def main():
         expected = log(calm)
         done = while_saving = 0
         while done < args.kills:
-            before = newest(stormy)
+            before, written = newest(stormy), changed(stormy)
             process = start(stormy, steps, args.device)
             in_a_save, wait = chance.random() < 1 / 3, chance.uniform(0, 0.8)
             size, patience = 0, time.monotonic() + 300
-            while len(log(stormy)) <= before and process.poll() is None:  # until a new step is done
+            while (len(log(stormy)) <= before or changed(stormy) == written) and process.poll() is None:  # a new step
                 assert time.monotonic() < patience, "no step in 300 s"
                 time.sleep(0.01)
-            victims = family(process)
+            victims = family(process)  # by now the ranks are there
             if in_a_save:
                 while not size and process.poll() is None:  # until some of a checkpoint is written
                     try:

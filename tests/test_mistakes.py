@@ -318,6 +318,42 @@ MISTAKES = [
         "the weights are not those of the seed",
         "test_training.py::test_a_run_starts_from_the_weights_of_its_seed[baseline.py]",
     ),
+    Mistake(
+        "the optimizer is not resumed",
+        "ddp_run.py",
+        {
+            'set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])': (
+                'model.load_state_dict(saved["model"])'
+            )
+        },
+        "AdamW begins with empty moments: the loss jumps where the run went on",
+        "test_checkpoints.py::test_a_resumed_run_is_the_undisturbed_one_bit_for_bit[ddp_run.py]",
+    ),
+    Mistake(
+        "the place in the text is not resumed",
+        "ddp_run.py",
+        {'            loader.position = saved["position"] + B * T * rank\n': ""},
+        "each part of the run reads the beginning of the text again",
+        "test_checkpoints.py::test_a_resumed_run_is_the_undisturbed_one_bit_for_bit[ddp_run.py]",
+    ),
+    Mistake(
+        "a checkpoint is written under its own name",
+        "ddp_run.py",
+        {
+            'with open(folder / "unfinished.tmp", "wb", buffering=0)': (
+                'with open(folder / f"step_{checkpoint[\'step\']:08d}.pt", "wb", buffering=0)'
+            )
+        },
+        "a kill while it is written leaves half a file that looks like the newest",
+        "test_checkpoints.py::test_a_kill_while_saving_costs_that_checkpoint_alone",
+    ),
+    Mistake(
+        "a checkpoint may run code",
+        "ddp_run.py",
+        {"weights_only=True)": "weights_only=False)"},
+        "who can write to the folder can run a command as you",
+        "test_checkpoints.py::test_a_damaged_checkpoint_is_passed_over_for_the_one_before[code]",
+    ),
 ]
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import allreduce
 import psutil
 import pytest
 import torch
@@ -283,6 +284,51 @@ def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path, i
     texts = [agent.communicate(timeout=200)[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], texts
     assert [int(m["step"]) for m in STEP.finditer("".join(texts))] == [stopped]
+
+
+def test_slurm_starts_a_torchrun_per_machine_and_queues_again_what_it_must_stop(tmp_path):
+    """Slurm's commands and torchrun are stand-ins that write down how they are called."""
+    for name, body in {
+        "scontrol": "[ $1 = show ] && echo node1 && echo node2",
+        "srun": 'exec "$@"',
+        "torchrun": "trap 'echo saved >> calls; exit 1' TERM; [ -e quick ] && exit 3; while true; do sleep 0.1; done",
+    }.items():
+        (tmp_path / name).write_text(f'#!/bin/bash\necho {name} "$@" >> calls\n{body}\n')
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    environment |= {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    calls = tmp_path / "calls"
+    with subprocess.Popen(["bash", ROOT / "tools" / "slurm.sbatch"], env=environment) as job:
+        while "torchrun" not in (calls.read_text() if calls.exists() else ""):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=30) == 0
+    show, srun, torchrun, saved, requeue = calls.read_text().splitlines()
+    assert (show, saved, requeue) == ("scontrol show hostnames node[1-2]", "saved", "scontrol requeue 7")
+    assert "--nnodes=2" in torchrun and "--rdzv-endpoint=node1:29500" in torchrun and "--resume" in torchrun
+    options = set(re.findall(r" (--[a-z-]+)", torchrun.split("ddp_run.py")[1]))
+    assert options <= set(re.findall(r'"(--[a-z-]+)"', (ROOT / "ddp_run.py").read_text()))
+
+    (tmp_path / "quick").touch()  # a run that fails is not queued again
+    calls.unlink()
+    assert subprocess.run(["bash", ROOT / "tools" / "slurm.sbatch"], env=environment).returncode == 3
+    assert "requeue" not in calls.read_text()
+
+
+def test_the_all_reduce_is_measured_and_the_arithmetic_is_right(run):
+    assert allreduce.speed_up(2, step_ms=1000, gradient_bytes=5e8, bus_gb_s=10) == pytest.approx(1000 / (500 + 50))
+    assert allreduce.speed_up(8, step_ms=1000, gradient_bytes=5e8, bus_gb_s=10) == pytest.approx(1000 / (125 + 87.5))
+    done = run("tools/allreduce.py", "--model", "nano", "--step-ms", 1000, torchrun=2)
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    found = re.fullmatch(
+        r"nano: 29\.5 MB of gradients between 2 ranks on cpu, torch \S+: (\S+) ms \(.*\), bus (\S+) GB/s", first
+    )
+    assert float(found[2]) == pytest.approx(29.453312 / float(found[1]), rel=0.02, abs=0.006)
+    assert [line.split(" GPUs: ")[0] for line in rest] == ["2", "4", "8"]
+    done = run("tools/allreduce.py")
+    assert done.returncode == 2 and "start it with torchrun" in done.stderr
 
 
 def test_five_kills(run):

@@ -1,0 +1,68 @@
+"""What the gradients cost on the way: the all-reduce of a model's gradients, measured between the ranks that run this.
+
+    torchrun --standalone --nproc_per_node=2 tools/allreduce.py --model gpt2 --step-ms 2700
+
+prints the time of it, the bus bandwidth, and, given what one GPU takes for a whole step (of all tokens, one process),
+the least speed-up to expect of 2, 4 and 8 such GPUs on this link. In a ring each rank sends and receives 2 (n - 1) / n
+of the bytes, so bus bandwidth = 2 (n - 1) / n * bytes / seconds: it does not depend on n where the link is the limit
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+"""
+
+import argparse
+import os
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from ladder import load
+
+BUCKET = 25 * 2**20  # bytes that DDP sends at a time
+
+
+def speed_up(ranks, step_ms, gradient_bytes, bus_gb_s):
+    """At least: all that travels is waited for. DDP hides some of it behind the last backward pass."""
+    travel_ms = 2 * (ranks - 1) / ranks * gradient_bytes / bus_gb_s / 1e6
+    return step_ms / (step_ms / ranks + travel_ms)
+
+
+def main():
+    script = load("ddp_run.py")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=script.MODELS, default="gpt2")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--step-ms", type=float, help="of a step of one process, all tokens, as ddp_run.py prints it")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun: torchrun --standalone --nproc_per_node=2 tools/allreduce.py")
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with torch.device("meta"):
+        size = 4 * sum(p.numel() for p in script.GPT(script.MODELS[args.model]).parameters())
+    buckets = [torch.ones(min(BUCKET, size - at) // 4, device=args.device) for at in range(0, size, BUCKET)]
+    synchronize = torch.cuda.synchronize if args.device == "cuda" else torch.cpu.synchronize
+    times = []
+    for _ in range(15):
+        dist.barrier()
+        synchronize()
+        start = time.perf_counter()
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+            work.wait()
+        synchronize()
+        times.append(1000 * (time.perf_counter() - start))
+    dist.destroy_process_group()
+    if rank > 0:
+        return
+    low, median, high = np.percentile(times[5:], [25, 50, 75])
+    bus = 2 * (ranks - 1) / ranks * size / median / 1e6
+    print(f"{args.model}: {size / 1e6:,.1f} MB of gradients between {ranks} ranks on {args.device}", end=", ")
+    print(f"torch {torch.__version__}: {median:.2f} ms (quartiles {low:.2f}-{high:.2f}), bus {bus:.2f} GB/s")
+    for n in (2, 4, 8) if args.step_ms and ranks > 1 else ():
+        print(f"{n} GPUs: at least {speed_up(n, args.step_ms, size, bus):.2f} x of one")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
