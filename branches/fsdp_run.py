@@ -197,22 +197,22 @@ def peak_memory(device):
 
 def save_checkpoint(folder, keep, checkpoint):
     """Write folder/step_N.pt, whole or not at all, then delete all but the `keep` newest. Raises OSError."""
-    with open(folder / "unfinished.tmp", "wb", buffering=0) as file:
+    with open(folder / "unfinished.tmp", "wb") as file:
         torch.save(checkpoint, file)
-        os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
+        file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
     os.replace(file.name, folder / f"step_{checkpoint['step']:08d}.pt")
-    for old in sorted(folder.glob("step_*.pt"))[:-keep]:
+    for old in sorted(folder.glob("step_*.pt"), key=os.path.getmtime)[:-keep]:
         old.unlink()
 
 
 def load_checkpoint(folder):
     """The newest checkpoint that can be read, or None. Raises OSError, or ValueError if there are only damaged ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    open(folder / "unfinished.tmp", "wb").close()  # if nothing can be written here, say so now
     paths = sorted(folder.glob("step_*.pt"), reverse=True)
     for path in paths:
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)  # weights_only: it cannot run code
+            # weights_only: it cannot run code; mmap: all ranks of a machine read one copy
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # a damaged file raises a dozen kinds
             print(f"{path} cannot be read: {repr(error)[:200]}", file=sys.stderr)
     if paths:
@@ -252,7 +252,7 @@ def main():
         args.device = f"{accelerator}:{os.environ.get('LOCAL_RANK', rank)}"
         if args.device not in devices:
             parser.error(f"there is no {args.device} for rank {rank}: lower --nproc_per_node")
-        torch.accelerator.set_device_index(args.device)
+        torch.get_device_module(args.device).set_device(args.device)
     device = torch.device(args.device)
     sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w")  # rank 0 alone prints
     if device.type == "cpu" and not args.model and not args.init_from:
@@ -300,11 +300,13 @@ def main():
     synchronize = torch.cpu.synchronize if device.type == "cpu" else torch.accelerator.synchronize
     task = {"--model": str(model.config), "--seq-len": T, "--total-batch-size": total, "--data": len(loader.tokens)}
     folder, saved, signals, times = args.checkpoint_dir, {"step": 0, "task": task}, [], {}  # times: step -> seconds
+    begun = args.resume and (folder / "unfinished.tmp").exists()  # by a run that was killed, before it saved or later
     try:
         if ddp:
             dist.init_process_group(dist.get_default_backend_for_device(device))
+            mesh = dist.init_device_mesh(device.type, (world_size,))
             for part in (*model.transformer.h, model):  # the last takes what is not in a block
-                fully_shard(part)
+                fully_shard(part, mesh=mesh)
         model.to(device)
         model.compile(mode=args.compile_mode)
         optimizer = model.configure_optimizers()
@@ -320,23 +322,23 @@ def main():
         log = open(args.log if args.log and rank == 0 else os.devnull, "a+", buffering=1, newline="")
         log.seek(0)
         lines = log.readlines()
-        if lines and not lines[0].startswith('{"step": '):
-            raise ValueError(f"{args.log} is not a log of this script")
+        if lines and not (saved["args"]["log"] == str(args.log) if saved["step"] else begun):
+            raise ValueError(f"{args.log} is not the log of this run")
         again = [line for line in lines if not line.endswith("\n") or json.loads(line)["step"] >= saved["step"]]
-        if len(again) > args.resume * args.keep * args.save_every:
-            raise ValueError(f"{args.log} is the log of another run")
         if again:  # the steps since the checkpoint
             log.truncate(len("".join(lines)) - len("".join(again)))
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)  # rank 0 saves what all have, slices joined
         generators = [torch.default_generator, *getattr(module, "default_generators", ())]
         if saved["step"]:
             print(f"going on at step {saved['step']} of {args.steps}, from {folder}")
-            state = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
-            set_state_dict(model, optimizer, **state, options=whole)
+            parts = {"model_state_dict": saved.pop("model"), "optim_state_dict": saved.pop("optim")}
+            set_state_dict(model, optimizer, **parts, options=whole)
             loader.position = saved["position"] + B * T * rank
             list(map(torch.Generator.set_state, generators, saved["rng"]))  # the CPU's, and those of the GPUs
-        for number in (signal.SIGINT, signal.SIGTERM) if folder else ():
-            signal.signal(number, lambda number, _: signals.append(number))
+        if folder:
+            open(folder / "unfinished.tmp", "wb").close()  # if nothing can be written here, say so now
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda number, _: signals.append(number))
         for step in range(saved["step"], args.steps):
             synchronize(device)
             start = time.perf_counter()
@@ -364,13 +366,13 @@ def main():
             left = f"{np.median(list(times.values())[-10:]) * (args.steps - step - 1) / 60:.1f} min left"
             print(f"step {step:4d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
             print(f"dt {1000 * times[step]:8.2f} ms | {total / times[step]:10,.0f} tok/s | {left}", flush=True)
-            if not math.isfinite(loss):
-                sys.exit(f"{parser.prog}: error: the loss is not finite at step {step}")
+            if not math.isfinite(loss + norm.item()):
+                sys.exit(f"{parser.prog}: error: the loss or the gradient is not finite at step {step}")
             print(json.dumps({"step": step, "loss": loss, "lr": lr, "norm": norm.item(), "sec": times[step]}), file=log)
             if folder and ((step + 1) % args.save_every == 0 or step + 1 == args.steps or stop):
                 state = {"step": step + 1, "position": loader.position, "rng": [g.get_state() for g in generators]}
                 state |= {"task": task, "args": {name: str(value) for name, value in vars(args).items()}}
-                state["model"], state["optimizer"] = get_state_dict(model, optimizer, options=whole)
+                state["model"], state["optim"] = get_state_dict(model, optimizer, options=whole)
                 if rank == 0:
                     save_checkpoint(folder, args.keep, state)
             if stop:

@@ -45,15 +45,18 @@ def undisturbed():
 def left(tmp_path_factory):
     """What a run of 8 steps left, saved at 3 and at 6, as if it had been killed before it saved the last."""
     folder = tmp_path_factory.mktemp("left")
-    train(8, "--checkpoint-dir", folder / "saved", "--save-every", 3, "--keep", 3, "--log", folder / "log.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train(8, "--checkpoint-dir", "saved", "--save-every", 3, "--keep", 3, "--log", "log.jsonl")
     assert names(folder / "saved") == ["step_00000003.pt", "step_00000006.pt", "step_00000008.pt"]
     (folder / "saved" / "step_00000008.pt").unlink()
     return folder
 
 
 @pytest.fixture
-def saved(left, tmp_path):
-    """The folder of its checkpoints, in a copy; log.jsonl is beside it."""
+def saved(left, tmp_path, monkeypatch):
+    """The folder of its checkpoints, in a copy; log.jsonl is beside it, in the folder that the tests run in."""
+    monkeypatch.chdir(tmp_path)
     shutil.copytree(left, tmp_path, dirs_exist_ok=True)
     return tmp_path / "saved"
 
@@ -88,8 +91,8 @@ def test_a_checkpoint_holds_all_that_the_training_is(saved, tmp_path, script):
     module = load("speedup_10_fused_adamw.py")
     model = module.GPT(module.MODELS["nano"])
     model.load_state_dict(checkpoint["model"])  # strict: plain names, all of them
-    assert checkpoint["optimizer"]["state"].keys() == dict(model.named_parameters()).keys()
-    assert {float(state["step"]) for state in checkpoint["optimizer"]["state"].values()} == {6.0}
+    assert checkpoint["optim"]["state"].keys() == dict(model.named_parameters()).keys()
+    assert {float(state["step"]) for state in checkpoint["optim"]["state"].values()} == {6.0}
 
 
 @pytest.mark.parametrize("script", since(7))
@@ -103,7 +106,7 @@ def test_the_weights_are_those_of_the_run_in_every_script_of_this_shape(saved, u
 @pytest.mark.parametrize("script", since("ddp_run.py"))
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(saved, undisturbed, tmp_path, script):
     log = tmp_path / "log.jsonl"
-    steps = train(8, "--checkpoint-dir", saved, "--resume", "--log", log, "--save-every", 3, script=script)
+    steps = train(8, "--checkpoint-dir", saved, "--resume", "--log", log.name, "--save-every", 3, script=script)
     assert curve(steps) == curve(undisturbed)[6:]
     for resumed, original in zip(steps, undisturbed[6:], strict=True):
         assert all(torch.equal(resumed.before[name], p) for name, p in original.before.items())
@@ -202,23 +205,40 @@ def test_another_task_is_refused_by_name(saved, monkeypatch, capfd, tmp_path, ch
 def test_what_another_run_left_is_not_touched(saved, monkeypatch, capfd, tmp_path):
     before = names(saved), (tmp_path / "log.jsonl").read_bytes()
     refused(monkeypatch, capfd, 2, "has checkpoints: --resume", "--checkpoint-dir", saved)
-    refused(monkeypatch, capfd, 2, "another run", "--log", tmp_path / "log.jsonl")
-    new = "--checkpoint-dir", tmp_path / "new", "--resume", "--save-every", 2, "--keep", 1
-    refused(monkeypatch, capfd, 2, "another run", *new, "--log", tmp_path / "log.jsonl")
+    refused(monkeypatch, capfd, 2, "not the log of this run", "--log", tmp_path / "log.jsonl")
+    new = "--checkpoint-dir", tmp_path / "new", "--resume"
+    for _ in range(2):  # to be refused is not to have begun
+        refused(monkeypatch, capfd, 2, "not the log of this run", *new, "--log", tmp_path / "log.jsonl")
+    train(3, "--checkpoint-dir", tmp_path / "other", "--log", tmp_path / "other.jsonl")
+    other = "--checkpoint-dir", tmp_path / "other", "--resume"
+    refused(monkeypatch, capfd, 2, "not the log of this run", *other, "--log", "log.jsonl")
     assert (
         [name for name in names(saved) if name != "unfinished.tmp"],
         (tmp_path / "log.jsonl").read_bytes(),
     ) == before
-    for text in ("To be, or not to be\n", '{"name": "Hamlet"}\n', "3\n", "\n", "x"):
-        (tmp_path / "notes.txt").write_text(text)
-        refused(monkeypatch, capfd, 2, "notes.txt", *new, "--log", tmp_path / "notes.txt")
-        assert (tmp_path / "notes.txt").read_text() == text
+    (tmp_path / "notes.txt").write_text("To be, or not to be")
+    refused(monkeypatch, capfd, 2, "notes.txt", *new, "--log", tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "To be, or not to be"
+
+
+def killed(*args):
+    raise KeyboardInterrupt  # what comes after it is not done
+
+
+def test_a_run_that_was_killed_before_it_saved_begins_its_log_again(undisturbed, tmp_path, monkeypatch):
+    arguments = "--checkpoint-dir", tmp_path / "saved", "--resume", "--log", tmp_path / "log.jsonl"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(load("ddp_run.py"), "save_checkpoint", killed)
+        train(3, *arguments)
+    assert [record["step"] for record in records(tmp_path / "log.jsonl")] == [0, 1, 2]
+    assert curve(train(8, *arguments)) == curve(undisturbed)
+    assert [record["step"] for record in records(tmp_path / "log.jsonl")] == list(range(8))
 
 
 def test_a_log_that_a_kill_cut_short_is_mended(saved, undisturbed, tmp_path):
     log = tmp_path / "log.jsonl"
     os.truncate(log, log.stat().st_size - 5)
-    train(8, "--checkpoint-dir", saved, "--resume", "--log", log)
+    train(8, "--checkpoint-dir", saved, "--resume", "--log", log.name)
     assert [record["step"] for record in records(log)] == list(range(8))
 
 
@@ -270,6 +290,12 @@ def test_a_kill_while_saving_costs_that_checkpoint_alone(saved, undisturbed, tmp
         train(8, "--checkpoint-dir", saved, "--resume", "--save-every", 1)
     assert names(saved) == ["step_00000003.pt", "step_00000006.pt", "unfinished.tmp"]
     assert curve(train(8, "--checkpoint-dir", saved, "--resume")) == curve(undisturbed)[6:]
+
+
+def test_a_damaged_checkpoint_is_not_one_of_those_kept(saved):
+    damage(saved / "step_00000006.pt", "cut short")
+    train(4, "--checkpoint-dir", saved, "--resume", "--keep", 1)
+    assert "step_00000004.pt" in names(saved)
 
 
 def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

@@ -40,6 +40,35 @@ def test_nccl_with_one_rank_gives_the_curve_without_it(run):
     assert ranks.losses == pytest.approx(alone.losses, abs=0.02)
 
 
+@pytest.mark.parametrize("script", since("ddp_run.py"))
+def test_a_run_goes_on_from_its_checkpoint(run, tmp_path, script):
+    words = script, "--steps", 6, "--total-batch-size", 8192, "--save-every", 4, "--checkpoint-dir", tmp_path
+    whole = run(*words, torchrun=1)
+    assert whole.returncode == 0, whole.stderr
+    (tmp_path / "step_00000006.pt").unlink()
+    rest = run(*words, "--resume", torchrun=1)
+    assert rest.returncode == 0, rest.stderr
+    assert rest.losses == pytest.approx(whole.losses[4:], abs=0.02)
+
+
+def test_nothing_waits_for_the_gpu_between_micro_steps(run, tmp_path):
+    (tmp_path / "watched.py").write_text(
+        "import runpy, sys, torch, warnings\n"
+        "warnings.simplefilter('always')\n"
+        "torch.cuda.set_sync_debug_mode('warn')\n"
+        f"sys.argv[0] = {str(ROOT / 'ddp_run.py')!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+
+    def waits(micro_steps):
+        words = "--steps", 3, "--batch-size", 4, "--total-batch-size", micro_steps * 4096
+        done = run("watched.py", *words, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stderr.count("called a synchronizing CUDA operation")
+
+    assert waits(8) == waits(1) > 0  # the loss and the norm are read once per step
+
+
 def test_more_ranks_than_gpus_is_refused(run):
     import torch
 

@@ -322,9 +322,8 @@ MISTAKES = [
         "the optimizer is not resumed",
         "ddp_run.py",
         {
-            'set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])': (
-                'model.load_state_dict(saved["model"])'
-            )
+            'set_state_dict(model, optimizer, model_state_dict=saved.pop("model"), '
+            'optim_state_dict=saved.pop("optim"))': 'model.load_state_dict(saved["model"])'
         },
         "AdamW begins with empty moments: the loss jumps where the run went on",
         "test_checkpoints.py::test_a_resumed_run_is_the_undisturbed_one_bit_for_bit[ddp_run.py]",
@@ -340,8 +339,8 @@ MISTAKES = [
         "a checkpoint is written under its own name",
         "ddp_run.py",
         {
-            'with open(folder / "unfinished.tmp", "wb", buffering=0)': (
-                'with open(folder / f"step_{checkpoint[\'step\']:08d}.pt", "wb", buffering=0)'
+            'with open(folder / "unfinished.tmp", "wb") as': (
+                'with open(folder / f"step_{checkpoint[\'step\']:08d}.pt", "wb") as'
             )
         },
         "a kill while it is written leaves half a file that looks like the newest",

@@ -40,11 +40,6 @@ def free_port():
         return free.getsockname()[1]
 
 
-def children():
-    """What this process has started, and what that has."""
-    return psutil.Process().children(recursive=True)
-
-
 def curve(done):
     return [(step["step"], step["loss"], step["norm"]) for step in done.steps]
 
@@ -55,13 +50,13 @@ def gradients(run, tmp_path_factory):
     made = {}
 
     def at(ranks, *sizes, script="ddp_run.py", device="cpu"):
-        if (ranks, script) not in made:
+        if (ranks, sizes, script, device) not in made:
             out = tmp_path_factory.mktemp("gradients") / "out.pt"
             words = "tests/gradients.py", out, device, script, *sizes
             done = run(*words, torchrun=ranks, timeout=120, OMP_NUM_THREADS="1")
             assert done.returncode == 0, done.stderr
-            made[ranks, script] = torch.load(out)
-        return made[ranks, script]
+            made[ranks, sizes, script, device] = torch.load(out)
+        return made[ranks, sizes, script, device]
 
     return at
 
@@ -93,7 +88,7 @@ def test_slices_give_the_gradients_of_the_whole(gradients, ranks, sizes):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("script", since("ddp_run.py"))
-def test_nccl_gives_the_gradients_of_gloo(gradients, script):
+def test_one_rank_of_nccl_has_the_gradients_of_gloo(gradients, script):
     same(gradients(1, 8, 4, 1)[8], gradients(1, 8, 2, script=script, device="cuda"), tolerance=1e-3)
 
 
@@ -154,11 +149,11 @@ def faulty(tmp_path, run):
     ],
 )
 def test_a_rank_that_fails_takes_the_others_with_it_and_is_named(faulty, tmp_path, fault, cause):
-    before = set(children())
     done = faulty(fault, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved")
     assert done.returncode != 0
     assert done.seconds < 60
-    assert set(children()) <= before
+    lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if str(tmp_path) in line]
     assert cause in done.stderr
     root = done.stderr.split("Root Cause")[1]
     assert re.search(r"rank +: 1 ", root), root
@@ -266,10 +261,12 @@ def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path, i
     assert steps == calm  # from rank 0 alone
 
     shutil.rmtree(tmp_path / "saved")
-    both = agents(tmp_path, inductor_cache, "--steps", 1000, port=free_port())
-    while not list((tmp_path / "saved").glob("*")):
+    words = "--steps", 10000, "--log-file", tmp_path / "log.jsonl"
+    both = agents(tmp_path, inductor_cache, *words, port=free_port())
+    patience = time.monotonic() + 300
+    while not (tmp_path / "log.jsonl").exists() or (tmp_path / "log.jsonl").read_text().count("\n") < 3:
+        assert time.monotonic() < patience
         time.sleep(0.1)
-    time.sleep(15)
     second = both[1]
     second.send_signal(signal.SIGTERM)  # one machine is taken away: both finish the step, and it is saved
     start = time.monotonic()
@@ -278,7 +275,7 @@ def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path, i
     assert all(agent.returncode != 0 for agent in both), texts
     (path,) = (tmp_path / "saved").glob("step_*.pt")
     stopped = int(path.stem[5:])
-    assert 0 < stopped < 1000
+    assert 3 <= stopped < 10000
 
     both = agents(tmp_path, inductor_cache, "--steps", stopped + 1, port=free_port())
     texts = [agent.communicate(timeout=200)[0] for agent in both]
@@ -335,10 +332,12 @@ def test_five_kills(run):
     """python tests/kills.py 50 does ten times as many."""
     done = run("tests/kills.py", 5, "--seed", 1, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^5 kills, \d of them in a save: 40 losses and all weights as if undisturbed$", done.stdout, re.M)
+    assert re.search(
+        r"^5 kills, [1-5] of them in a save: 40 losses and all weights as if undisturbed$", done.stdout, re.M
+    )
 
 
 @pytest.mark.gpu
 def test_five_kills_on_a_gpu(run):
-    done = run("tests/kills.py", 5, "--device", "cuda", timeout=900)
+    done = run("tests/kills.py", 5, "--device", "cuda", "--seed", 1, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

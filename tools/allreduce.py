@@ -3,9 +3,9 @@
     torchrun --standalone --nproc_per_node=2 tools/allreduce.py --model gpt2 --step-ms 2700
 
 prints the time of it, the bus bandwidth, and, given what one GPU takes for a whole step (of all tokens, one process),
-the least speed-up to expect of 2, 4 and 8 such GPUs on this link. In a ring each rank sends and receives 2 (n - 1) / n
-of the bytes, so bus bandwidth = 2 (n - 1) / n * bytes / seconds: it does not depend on n where the link is the limit
-(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+the speed-up that follows for 2, 4 and 8 such GPUs on a link like this. In a ring each rank sends and receives
+2 (n - 1) / n of the bytes, so bus bandwidth = 2 (n - 1) / n * bytes / seconds: it does not depend on n where the link
+is the limit (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
 import argparse
@@ -22,7 +22,7 @@ BUCKET = 25 * 2**20  # bytes that DDP sends at a time
 
 
 def speed_up(ranks, step_ms, gradient_bytes, bus_gb_s):
-    """At least: all that travels is waited for. DDP hides some of it behind the last backward pass."""
+    """Of n GPUs, if all that travels is waited for. DDP hides some of it behind the last backward pass."""
     travel_ms = 2 * (ranks - 1) / ranks * gradient_bytes / bus_gb_s / 1e6
     return step_ms / (step_ms / ranks + travel_ms)
 
@@ -61,7 +61,7 @@ def main():
     print(f"{args.model}: {size / 1e6:,.1f} MB of gradients between {ranks} ranks on {args.device}", end=", ")
     print(f"torch {torch.__version__}: {median:.2f} ms (quartiles {low:.2f}-{high:.2f}), bus {bus:.2f} GB/s")
     for n in (2, 4, 8) if args.step_ms and ranks > 1 else ():
-        print(f"{n} GPUs: at least {speed_up(n, args.step_ms, size, bus):.2f} x of one")
+        print(f"{n} GPUs: about {speed_up(n, args.step_ms, size, bus):.2f} x of one")
 
 
 if __name__ == "__main__":
