@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, STEP, load, since, watch
 
+PLAIN = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}  # what is tested here does not depend on it
 SIZES = ["--model", "nano", "--seq-len", "32", "--batch-size", "2", "--total-batch-size", "256"]
 FAULTY = """
 # ddp_run.py, in which one rank fails in its fourth step, unless torchrun has started it anew
@@ -95,13 +96,13 @@ def test_one_rank_of_nccl_has_the_gradients_of_gloo(gradients, script):
 @pytest.fixture(scope="module")
 def calm(run):
     """Eight steps of two ranks that nothing happens to."""
-    done = run("ddp_run.py", *SIZES, "--steps", 8, torchrun=2, OMP_NUM_THREADS="1")
+    done = run("ddp_run.py", *SIZES, "--steps", 8, torchrun=2, **PLAIN)
     assert len(done.losses) == 8
     return curve(done)
 
 
 def test_slices_train_as_the_whole_does_and_either_goes_on_from_the_other(run, calm, tmp_path):
-    """Compiled, in bf16, on two ranks."""
+    """In bf16, on two ranks; the first of these runs is compiled."""
     words = *SIZES, "--steps", 8, "--save-every", 6, "--checkpoint-dir"
     expected = [float(loss) for _, loss, _ in calm]
     slices = run("branches/fsdp_run.py", *words, tmp_path / "slices", torchrun=2, OMP_NUM_THREADS="1")
@@ -114,7 +115,7 @@ def test_slices_train_as_the_whole_does_and_either_goes_on_from_the_other(run, c
     watch("ddp_run.py", *words, tmp_path / "whole")
     (tmp_path / "whole" / "step_00000008.pt").unlink()
     words = *words, tmp_path / "whole", "--resume"
-    slices = run("branches/fsdp_run.py", *words, torchrun=2, OMP_NUM_THREADS="1")
+    slices = run("branches/fsdp_run.py", *words, torchrun=2, **PLAIN)
     assert slices.returncode == 0, slices.stderr
     assert slices.losses == pytest.approx(expected[6:], abs=2e-4)
 
@@ -133,8 +134,7 @@ def faulty(tmp_path, run):
             "runpy.run_module('torch.distributed.run', run_name='__main__')\n"
         )
         # or a rank that is started anew finds where the one before it could be met (pytorch/pytorch#135712)
-        environment = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        done = run("launch.py", folder=tmp_path, **environment)
+        done = run("launch.py", folder=tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **PLAIN)
         done.seconds = time.time() - float((tmp_path / "moment").read_text())
         return done
 
@@ -233,9 +233,9 @@ def test_ranks_with_different_folders_are_refused(run, tmp_path):
     assert "the ranks do not see the same saved: they would go on from steps [2, 0]" in done.stderr
 
 
-def agents(tmp_path, inductor_cache, *args, port):
+def agents(tmp_path, *args, port):
     """Two machines: a torchrun each, which meet on a port, with a rank each."""
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": inductor_cache, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | PLAIN
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d"]
     command += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=7", "--local-addr=127.0.0.1", str(ROOT / "ddp_run.py")]
     command += [
@@ -253,8 +253,8 @@ def agents(tmp_path, inductor_cache, *args, port):
     ]
 
 
-def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path, inductor_cache):
-    first, second = both = agents(tmp_path, inductor_cache, "--steps", 8, port=free_port())
+def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path):
+    first, second = both = agents(tmp_path, "--steps", 8, port=free_port())
     texts = [agent.communicate(timeout=200)[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], texts
     steps = [(m["step"], m["loss"], m["norm"]) for m in STEP.finditer("".join(texts))]
@@ -262,7 +262,7 @@ def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path, i
 
     shutil.rmtree(tmp_path / "saved")
     words = "--steps", 10000, "--log-file", tmp_path / "log.jsonl"
-    both = agents(tmp_path, inductor_cache, *words, port=free_port())
+    both = agents(tmp_path, *words, port=free_port())
     patience = time.monotonic() + 300
     while not (tmp_path / "log.jsonl").exists() or (tmp_path / "log.jsonl").read_text().count("\n") < 3:
         assert time.monotonic() < patience
@@ -277,7 +277,7 @@ def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path, i
     stopped = int(path.stem[5:])
     assert 3 <= stopped < 10000
 
-    both = agents(tmp_path, inductor_cache, "--steps", stopped + 1, port=free_port())
+    both = agents(tmp_path, "--steps", stopped + 1, port=free_port())
     texts = [agent.communicate(timeout=200)[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], texts
     assert [int(m["step"]) for m in STEP.finditer("".join(texts))] == [stopped]
@@ -330,7 +330,7 @@ def test_the_all_reduce_is_measured_and_the_arithmetic_is_right(run):
 
 def test_five_kills(run):
     """python tests/kills.py 50 does ten times as many."""
-    done = run("tests/kills.py", 5, "--seed", 1, timeout=900)
+    done = run("tests/kills.py", 5, "--seed", 1, timeout=900, **PLAIN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
         r"^5 kills, [1-5] of them in a save: 40 losses and all weights as if undisturbed$", done.stdout, re.M
