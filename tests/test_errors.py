@@ -4,6 +4,7 @@ import re
 import resource
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_bad_input(script, case, folder, monkeypatch, capfd):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_missing_file_in_a_process_of_its_own(run, script):
-    one_line(run(script, "--data", "nowhere.txt"), script, 2, "nowhere.txt")
+    one_line(run(script, "--data", "nowhere.txt"), Path(script).name, 2, "nowhere.txt")
 
 
 @pytest.mark.parametrize("script", ["baseline.py", "ddp_run.py"])
