@@ -201,7 +201,7 @@ def save_checkpoint(folder, keep, checkpoint):
         torch.save(checkpoint, file)
         file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
     os.replace(file.name, folder / f"step_{checkpoint['step']:08d}.pt")
-    for old in sorted(folder.glob("step_*.pt"), key=os.path.getmtime)[:-keep]:
+    for old in sorted(folder.glob("step_*.pt"), key=lambda path: (path.stat().st_mtime, path.name))[:-keep]:
         old.unlink()
 
 
@@ -299,12 +299,12 @@ def main():
     synchronize = torch.cpu.synchronize if device.type == "cpu" else torch.accelerator.synchronize
     task = {"--model": str(model.config), "--seq-len": T, "--total-batch-size": total, "--data": len(loader.tokens)}
     folder, saved, signals, times = args.checkpoint_dir, {"step": 0, "task": task}, [], {}  # times: step -> seconds
-    begun = args.resume and (folder / "unfinished.tmp").exists()  # by a run that was killed, before it saved or later
+    begun = args.resume and (folder / "unfinished.tmp").exists()  # a run here was killed: its log may be ahead
     try:
         if ddp:
             dist.init_process_group(dist.get_default_backend_for_device(device))
         model.to(device)
-        model.compile(mode=args.compile_mode)
+        model.compile(mode=args.compile_mode if accumulation == 1 else "default")  # CUDA graphs cannot accumulate
         optimizer = model.configure_optimizers()
         saved = (folder and load_checkpoint(folder)) or saved
         if saved["step"] and not args.resume:
@@ -337,7 +337,7 @@ def main():
         for step in range(saved["step"], args.steps):
             synchronize(device)
             start = time.perf_counter()
-            optimizer.zero_grad(set_to_none=False)  # they stay where they are: with DDP, in what it sends
+            optimizer.zero_grad(set_to_none=not ddp)  # DDP's gradients are views of what it sends
             report = torch.zeros(2, device=device)  # the loss, mean over micro-steps and ranks; signals that came
             for micro_step in range(accumulation):
                 x, y = (t.pin_memory() if device.type == "cuda" else t for t in loader.next_batch())

@@ -201,7 +201,7 @@ def save_checkpoint(folder, keep, checkpoint):
         torch.save(checkpoint, file)
         file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
     os.replace(file.name, folder / f"step_{checkpoint['step']:08d}.pt")
-    for old in sorted(folder.glob("step_*.pt"), key=os.path.getmtime)[:-keep]:
+    for old in sorted(folder.glob("step_*.pt"), key=lambda path: (path.stat().st_mtime, path.name))[:-keep]:
         old.unlink()
 
 
@@ -300,7 +300,7 @@ def main():
     synchronize = torch.cpu.synchronize if device.type == "cpu" else torch.accelerator.synchronize
     task = {"--model": str(model.config), "--seq-len": T, "--total-batch-size": total, "--data": len(loader.tokens)}
     folder, saved, signals, times = args.checkpoint_dir, {"step": 0, "task": task}, [], {}  # times: step -> seconds
-    begun = args.resume and (folder / "unfinished.tmp").exists()  # by a run that was killed, before it saved or later
+    begun = args.resume and (folder / "unfinished.tmp").exists()  # a run here was killed: its log may be ahead
     try:
         if ddp:
             dist.init_process_group(dist.get_default_backend_for_device(device))
@@ -308,7 +308,7 @@ def main():
             for part in (*model.transformer.h, model):  # the last takes what is not in a block
                 fully_shard(part, mesh=mesh)
         model.to(device)
-        model.compile(mode=args.compile_mode)
+        model.compile(mode=args.compile_mode if accumulation == 1 else "default")  # CUDA graphs cannot accumulate
         optimizer = model.configure_optimizers()
         saved = (folder and load_checkpoint(folder)) or saved
         if saved["step"] and not args.resume:

@@ -168,11 +168,12 @@ def inductor_cache(tmp_path_factory):
 def run(tmp_path_factory, inductor_cache):
     """Run a script (or a list of words) in a process of its own: no network, an empty home, another folder."""
 
-    def run(script, *args, torchrun=None, folder=ROOT, timeout=600, **environment):
+    def run(script, *args, torchrun=None, restarts=0, folder=ROOT, timeout=600, **environment):
         home = tmp_path_factory.mktemp("home")
         command = [sys.executable, str(folder / script), *map(str, args)]
         if torchrun:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={torchrun}"]
+            launcher += [f"--max-restarts={restarts}"]
             command[1:1] = launcher
         env = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT / "tests" / "offline")}
         env |= {"TORCHINDUCTOR_CACHE_DIR": inductor_cache, "OMP_NUM_THREADS": "2"} | environment

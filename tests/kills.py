@@ -28,16 +28,7 @@ def start(folder, steps, device):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += [str(ROOT / "ddp_run.py"), "--model", "nano", "--seq-len", "32", "--batch-size", "2"]
     command += ["--total-batch-size", "128", "--device", device, "--checkpoint-dir", str(folder), "--resume"]
-    command += [
-        "--save-every",
-        str(EVERY),
-        "--keep",
-        "2",
-        "--log-file",
-        str(folder / "log.jsonl"),
-        "--steps",
-        str(steps),
-    ]
+    command += ["--save-every", str(EVERY), "--log-file", str(folder / "log.jsonl"), "--steps", str(steps)]
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
 
 

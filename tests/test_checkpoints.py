@@ -298,6 +298,16 @@ def test_a_damaged_checkpoint_is_not_one_of_those_kept(saved):
     assert "step_00000004.pt" in names(saved)
 
 
+def test_where_times_are_coarse_the_name_says_which_is_newest(tmp_path, monkeypatch):
+    for step in (3, 1, 2):
+        (tmp_path / f"step_{step:08d}.pt").touch()
+        os.utime(tmp_path / f"step_{step:08d}.pt", (0, 0))
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *args: (replace(*args), os.utime(args[1], (0, 0))))
+    load("ddp_run.py").save_checkpoint(tmp_path, 2, {"step": 4})
+    assert names(tmp_path) == ["step_00000003.pt", "step_00000004.pt"]
+
+
 def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     events = []
     for name in ("fsync", "replace"):

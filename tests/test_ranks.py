@@ -127,14 +127,9 @@ def faulty(tmp_path, run):
     def with_fault(fault, *args, restarts=0):
         path = tmp_path / "faulty.py"
         path.write_text(FAULTY.format(fault=fault, script=str(ROOT / "ddp_run.py"), moment=str(tmp_path / "moment")))
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"--max-restarts={restarts}"]
-        path.with_name("launch.py").write_text(
-            "import runpy, sys\n"
-            f"sys.argv = {['torchrun', *launcher[2:], str(path), *map(str, (*SIZES, *args))]!r}\n"
-            "runpy.run_module('torch.distributed.run', run_name='__main__')\n"
-        )
         # or a rank that is started anew finds where the one before it could be met (pytorch/pytorch#135712)
-        done = run("launch.py", folder=tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **PLAIN)
+        environment = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        done = run(path, *SIZES, *args, torchrun=2, restarts=restarts, **environment)
         done.seconds = time.time() - float((tmp_path / "moment").read_text())
         return done
 
@@ -161,17 +156,8 @@ def test_a_rank_that_fails_takes_the_others_with_it_and_is_named(faulty, tmp_pat
 
 
 def test_max_restarts_goes_on_from_the_newest_checkpoint(faulty, calm, tmp_path):
-    saving = (
-        "--steps",
-        8,
-        "--checkpoint-dir",
-        tmp_path / "saved",
-        "--save-every",
-        2,
-        "--log-file",
-        tmp_path / "log.jsonl",
-    )
-    done = faulty("os.kill(os.getpid(), signal.SIGKILL)", *saving, "--resume", restarts=1)
+    saving = "--checkpoint-dir", tmp_path / "saved", "--save-every", 2, "--resume", "--log-file", tmp_path / "log.jsonl"
+    done = faulty("os.kill(os.getpid(), signal.SIGKILL)", "--steps", 8, *saving, restarts=1)
     assert done.returncode == 0, done.stderr
     assert re.search("going on at step [24] of 8", done.stdout)  # rank 0 may still have saved the step
     steps = {step: (step, loss, norm) for step, loss, norm in curve(done)}  # those done twice count once
@@ -238,15 +224,8 @@ def agents(tmp_path, *args, port):
     environment = os.environ | PLAIN
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d"]
     command += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=7", "--local-addr=127.0.0.1", str(ROOT / "ddp_run.py")]
-    command += [
-        *SIZES,
-        "--checkpoint-dir",
-        str(tmp_path / "saved"),
-        "--save-every",
-        "1000",
-        "--resume",
-        *map(str, args),
-    ]
+    command += [*SIZES, "--checkpoint-dir", str(tmp_path / "saved"), "--save-every", "1000", "--resume"]
+    command += map(str, args)
     return [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for _ in range(2)
@@ -254,7 +233,7 @@ def agents(tmp_path, *args, port):
 
 
 def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path):
-    first, second = both = agents(tmp_path, "--steps", 8, port=free_port())
+    both = agents(tmp_path, "--steps", 8, port=free_port())
     texts = [agent.communicate(timeout=200)[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], texts
     steps = [(m["step"], m["loss"], m["norm"]) for m in STEP.finditer("".join(texts))]
@@ -267,8 +246,7 @@ def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path):
     while not (tmp_path / "log.jsonl").exists() or (tmp_path / "log.jsonl").read_text().count("\n") < 3:
         assert time.monotonic() < patience
         time.sleep(0.1)
-    second = both[1]
-    second.send_signal(signal.SIGTERM)  # one machine is taken away: both finish the step, and it is saved
+    both[1].send_signal(signal.SIGTERM)  # one machine is taken away: both finish the step, and it is saved
     start = time.monotonic()
     texts = [agent.communicate(timeout=60)[0] for agent in both]
     assert time.monotonic() - start < 60

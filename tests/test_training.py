@@ -66,6 +66,14 @@ def test_the_compile_mode_reaches_the_compiler(script, monkeypatch):
         assert modes.pop() == mode
 
 
+def test_modes_with_cuda_graphs_are_not_used_where_gradients_add_up(monkeypatch):
+    modes = []
+    monkeypatch.setattr(load("ddp_run.py").GPT, "compile", lambda model, mode: modes.append(mode))
+    for total in (8, 16):
+        train("ddp_run.py", 1, "--compile-mode", "reduce-overhead", batch=1, length=8, total=total)
+    assert modes == ["reduce-overhead", "default"]
+
+
 @pytest.mark.parametrize("script", since(8))
 def test_the_gradient_is_clipped_to_a_norm_of_1_before_the_step(script):
     for step in train(script, 3):
