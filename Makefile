@@ -6,12 +6,13 @@ help:
 	@echo 'make ladder    measure every script on this machine; ARGS="--repeat 3 --peers --profile"'
 	@echo 'make readme    write the table of rungs into README.md from ladder.toml'
 	@echo 'make docs-figures  write what was measured into README.md and docs/img/; ARGS=results/FOLDER'
+	@echo 'make docs      the site: every diff as a page, in docs/site/'
 	@echo 'make diff-03   what rung 03 changes, word by word; diff-ddp, diff-fsdp: what ddp_run.py and branches/fsdp_run.py do'
 
 run: .venv/run
 	.venv/bin/python speedup_10_fused_adamw.py $(ARGS)
 
-test: .venv/dev
+test: .venv/dev chromium
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest $(ARGS)
@@ -21,6 +22,9 @@ ladder: .venv/dev
 
 docs-figures: .venv/dev
 	.venv/bin/python tools/render.py $(ARGS)
+
+docs: .venv/dev
+	.venv/bin/python tools/docs.py
 
 readme: .venv/dev
 	.venv/bin/python tools/ladder.py
@@ -47,4 +51,8 @@ diff-%:
 	.venv/bin/python -m pip install -r requirements-dev.txt
 	@touch $@
 
-.PHONY: docs-figures help ladder readme run test
+# The site is tested in a browser where there is one. CI has none to begin with.
+chromium:
+	@if [ "$$CI" = true ] && ! command -v chromium >/dev/null; then apt-get update && apt-get install -y --no-install-recommends chromium; fi
+
+.PHONY: chromium docs docs-figures help ladder readme run test

@@ -5,6 +5,7 @@ nothing else, so a second run changes nothing.
 """
 
 import argparse
+import io
 import json
 import os
 import re
@@ -37,6 +38,10 @@ GROUPS = {  # of tools/kernels.py
     "copies": "#c2527a",
     "idle": "#8b949e",
 }
+matplotlib.rcParams.update(
+    {name: INK for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
+    | {"svg.fonttype": "none", "svg.hashsalt": "ladder", "font.family": "sans-serif", "font.size": 10}
+)
 
 
 def read(path):
@@ -199,21 +204,23 @@ def figures(data):
     return made
 
 
+def svg(figure):
+    """A figure as SVG, the same text each time."""
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
+
+
 def draw(data, folder, prefix=""):
     """Write the figures as SVG that is dark where the reader's browser is, and return their names."""
-    style = {name: INK for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
-    style |= {"svg.fonttype": "none", "svg.hashsalt": "ladder", "font.family": "sans-serif", "font.size": 10}
     swap = "".join(f'[style*="{light}"]{{fill:{dark}}}' for light, dark in DARK.items())
     swap += f'[style*="stroke: {INK}"]{{stroke:{DARK[INK]}}}'
     swap = f"<style>@media (prefers-color-scheme: dark){{{swap.replace('}', ' !important}')}}}</style>"
     folder.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(style):
-        made = figures(data)
-        for name, figure in made.items():
-            path = folder / f"{prefix}{name}.svg"
-            figure.savefig(path, metadata={"Date": None, "Creator": None})
-            svg = path.read_text(encoding="utf-8").replace("</svg>", f"{swap}</svg>")
-            path.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n", encoding="utf-8")
+    made = figures(data)
+    for name, figure in made.items():
+        text = svg(figure).replace("</svg>", f"{swap}</svg>")
+        (folder / f"{prefix}{name}.svg").write_text(text, encoding="utf-8")
     return list(made)
 
 

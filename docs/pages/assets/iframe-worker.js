@@ -1,0 +1,9 @@
+// From a folder on disk no browser starts a worker from a file. The search's own is put in here, as text, by tools/docs.py.
+if (location.protocol === "file:") {
+  const source = "SOURCE"
+  window.Worker = class extends Worker {
+    constructor() {
+      super(URL.createObjectURL(new Blob([source])))
+    }
+  }
+}

@@ -1,0 +1,364 @@
+"""The site, from the scripts, ladder.toml, results/ and docs/:  python tools/docs.py   (make docs)
+
+docs/pages/ is what is written by hand: Markdown, in which {{ ... }} stands for what this file makes (Jinja). How that
+looks is in docs/parts/. Zensical makes pages of it in docs/site/, which opens from a folder on disk or a server.
+"""
+
+import difflib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations, groupby
+from pathlib import Path
+
+import jinja2
+import numpy as np
+import render
+import unidiff
+from ladder import ROOT, changed_lines, read_ladder, split
+from markupsafe import Markup, escape
+from matplotlib.figure import Figure
+from pygments import lex
+from pygments.lexers import PythonLexer
+from pygments.token import STANDARD_TYPES
+
+DOCS, SITE = ROOT / "docs", ROOT / "docs" / "site"
+
+
+@dataclass
+class Line:
+    """A line of a diff: its sign, its number on either side (None where it is not there), its text, that as HTML."""
+
+    sign: str
+    old: int | None
+    new: int | None
+    text: str
+    marks: list = field(default_factory=list)  # (from, to): the characters that differ from the line it is paired with
+    html: Markup = Markup()
+
+
+@dataclass
+class Block:
+    """A run of lines: unchanged ones on both sides, or what went on the left and what came on the right."""
+
+    changed: bool
+    old: list
+    new: list
+
+
+def title(script):
+    """05 compile, for speedup_05_compile.py."""
+    return Path(script).stem.removeprefix("speedup_").replace("_", " ")
+
+
+def page(script):
+    """Where a script's page is, seen from the top of the site."""
+    return f"rungs/{Path(script).stem}.html"
+
+
+def pair_page(before, after):
+    return f"compare/{Path(before).stem}--{Path(after).stem}.html"
+
+
+def git_diff(before, after, folder=ROOT):
+    """What `git diff --no-index BEFORE AFTER` prints, whatever the reader's own git is set to."""
+    command = ["git", "-c", "core.autocrlf=false", "diff", "--no-index", "--no-color", "--no-ext-diff", before, after]
+    done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8")
+    if done.returncode > 1:
+        raise ValueError(done.stderr.strip())
+    return done.stdout
+
+
+@cache
+def highlighted(source):
+    """Python source as one list of (CSS class, text) per line."""
+    lines = [[]]
+    for kind, value in lex(source, PythonLexer(stripnl=False)):
+        first, *others = value.split("\n")
+        lines[-1].append((STANDARD_TYPES.get(kind, ""), first))
+        lines += [[(STANDARD_TYPES.get(kind, ""), text)] for text in others]
+    return lines
+
+
+def paint(tokens, marks):
+    """A line's tokens as HTML, the marked characters in <mark>."""
+    html, start = "", 0
+    for css, text in tokens:
+        cuts = {0, len(text)} | {min(max(cut - start, 0), len(text)) for mark in marks for cut in mark}
+        for a, b in zip(sorted(cuts), sorted(cuts)[1:], strict=False):
+            part = escape(text[a:b])
+            if any(begin <= start + a < end for begin, end in marks):
+                part = Markup("<mark>{}</mark>").format(part)
+            html += Markup('<span class="{}">{}</span>').format(css, part) if css else part
+        start += len(text)
+    return Markup(html)
+
+
+def mark_words(old, new):
+    """Pair what went with what came, the most alike lines first, and mark the words in which a pair differs."""
+    words = [[re.findall(r"\w+|\s+|.", line.text) for line in side] for side in (old, new)]
+    matches = {
+        (i, j): difflib.SequenceMatcher(None, gone, come, autojunk=False)
+        for i, gone in enumerate(words[0])
+        for j, come in enumerate(words[1])
+    }
+    paired = []
+    for (i, j), match in sorted(matches.items(), key=lambda item: -item[1].ratio()):
+        crosses = any((i - a) * (j - b) <= 0 for a, b in paired)
+        if match.ratio() < 0.6 or crosses:
+            continue
+        paired.append((i, j))
+        for _, a, b, c, d in (code for code in match.get_opcodes() if code[0] != "equal"):
+            for line, text, first, last in ((old[i], words[0][i], a, b), (new[j], words[1][j], c, d)):
+                begin = len("".join(text[:first]))
+                line.marks.append((begin, begin + len("".join(text[first:last]))))
+
+
+def read_diff(text, before, after):
+    """A diff of two sources as (git's header, [(a hunk's first line, its blocks)])."""
+    header, hunks = text[: text.index("@@ ")], []
+    sides = highlighted(before), highlighted(after)
+    for hunk in unidiff.PatchSet(text)[0]:
+        lines = [Line(one.line_type, one.source_line_no, one.target_line_no, one.value.rstrip("\n")) for one in hunk]
+        blocks = []
+        for changed, run in groupby(lines, key=lambda line: line.sign != " "):
+            run = list(run)
+            old, new = ([line for line in run if line.sign != sign] for sign in "+-")
+            if changed:
+                mark_words(old, new)
+            blocks.append(Block(changed, old, new))
+        for line in lines:
+            tokens = sides[0][line.old - 1] if line.sign == "-" else sides[1][line.new - 1]
+            line.html = paint(tokens, line.marks)
+        hunks.append((str(hunk).split("\n", 1)[0], blocks))
+    return header, hunks
+
+
+def fold(hunks, docstrings):
+    """Part the hunks in two: the docstring's, whose last line is given for either side, and the code's."""
+
+    def in_docstring(line):
+        return (line.old or docstrings[0] + 1) <= docstrings[0] or (line.new or docstrings[1] + 1) <= docstrings[1]
+
+    folded, shown = [], []
+    for head, blocks in hunks:
+        inside, outside = [], []
+        for block in blocks:
+            parts = Block(block.changed, [], []), Block(block.changed, [], [])
+            for side in ("old", "new"):
+                for line in getattr(block, side):
+                    getattr(parts[not in_docstring(line)], side).append(line)
+            inside += [parts[0]] if parts[0].old or parts[0].new else []
+            outside += [parts[1]] if parts[1].old or parts[1].new else []
+        if inside and not any(block.changed for block in outside):
+            inside, outside = blocks, []
+        folded += [(head, inside)] if inside else []
+        shown += [("" if inside else head, outside)] if outside else []
+    return folded, shown
+
+
+class Site:
+    """What the pages call. One method per {{ ... }}."""
+
+    def __init__(self):
+        self.rungs = read_ladder()
+        self.results = {folder.name: render.read(folder / "ladder.json") for folder in render.newest()}
+        self.first = next(iter(self.results))
+        self.cpu_only = all(data["machine"]["device"] == "cpu" for data in self.results.values())
+        loader = jinja2.FileSystemLoader([DOCS, DOCS / "pages"])
+        options = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+        self.jinja = jinja2.Environment(loader=loader, autoescape=lambda name: name.endswith(".html"), **options)
+        self.jinja.globals.update(site=self, title=title, page=page, pair_page=pair_page, changed_lines=changed_lines)
+        self.jinja.filters.update(times=render.times, number=lambda value: f"{value:,.4g}")
+
+    def part(self, name, **values):
+        return self.jinja.get_template(f"parts/{name}.html").render(**values)
+
+    def source(self, script):
+        return (ROOT / script).read_text(encoding="utf-8")
+
+    def listing(self, script):
+        """A whole script, syntax-coloured."""
+        lines = highlighted(self.source(script).rstrip("\n"))
+        return self.part("listing", script=script, lines=[paint(tokens, ()) for tokens in lines])
+
+    def diff(self, before, after):
+        """The diff of two scripts, inline and side by side, with the docstring's folded away."""
+        sources = [self.source(script) for script in (before, after)]
+        header, hunks = read_diff(git_diff(before, after), *sources)
+        folded, shown = fold(hunks, [split(source)[0].count("\n") for source in sources])
+        counts = changed_lines(before, after)
+        return self.part("diff", header=header, folded=folded, shown=shown, before=before, after=after, counts=counts)
+
+    def commands(self, rung):
+        """How to run a script, and how to see its diff in a terminal."""
+        docstring = split(self.source(rung.file))[0]
+        several = re.search(r"^ +(torchrun .*?)(?:  .*)?$", docstring, re.MULTILINE)
+        lines = [several[1] if several else f"python {rung.file}"]
+        if rung.before:
+            number = re.search(r"(?:speedup_)?([^_/]+)[^/]*$", rung.file)[1]
+            lines += [f"make diff-{number}", f"git diff --no-index --word-diff {rung.before} {rung.file}"]
+        return "```bash\n" + "\n".join(lines) + "\n```"
+
+    def mistakes(self):
+        """Each mistake of tests/test_mistakes.py as the diff that plants it."""
+        sys.path.insert(0, str(ROOT / "tests"))
+        from test_mistakes import MISTAKES
+
+        shown = []
+        for mistake in MISTAKES:
+            right = wrong = self.source(mistake.script)
+            for old, new in mistake.edits.items():
+                wrong = wrong.replace(old, new)
+            with tempfile.TemporaryDirectory() as folder:
+                for name, source in (("right", right), ("wrong", wrong)):
+                    (Path(folder) / name).write_text(source, encoding="utf-8")
+                shown.append((mistake, read_diff(git_diff("right", "wrong", folder), right, wrong)[1]))
+        return self.part("mistakes", mistakes=shown, slug=lambda name: re.sub(r"\W+", "-", name).lower())
+
+    def matrix(self):
+        """A table of every two scripts, each cell a link to their diff."""
+        return self.part("matrix", rungs=self.rungs)
+
+    def label(self, name):
+        data = self.results[name]
+        device, settings = data["machine"], data["settings"]
+        return f"{'CPU: ' if device['device'] == 'cpu' else ''}{device['name']}, {settings['model']}"
+
+    def conditions(self, data):
+        return " ".join(render.conditions(data))
+
+    def row(self, name, script):
+        """What was measured of a script in one of the results, or None."""
+        return next((row for row in self.results[name]["rows"] if row["name"] == script and row["median_ms"]), None)
+
+    def chart(self):
+        """The whole ladder at a glance, for each of the results."""
+        return self.part("chart")
+
+    def measured(self, script, **predicted):
+        """What was predicted for a script (speed, memory, loss) beside what was measured, with plots."""
+        rung = next(rung for rung in self.rungs if rung.file == script)
+        found = []
+        for name in self.results:
+            row, before = self.row(name, script), rung.before and self.row(name, rung.before)
+            plots = self.plots(name, [one for one in (before, row) if one]) if row else []
+            found.append((name, row, before, plots))
+        return self.part("measured", rung=rung, predicted=predicted, found=found)
+
+    def plots(self, name, rows):
+        """Of a script and the one before it: each step's time, the loss, where the time goes. [(alt text, SVG)]"""
+        names, spread, made = [title(row["name"]) for row in rows], np.random.default_rng(0), []
+
+        def axes(text, values):
+            figure = Figure(figsize=(4.2, 2.7), layout="constrained", facecolor="none")
+            axes = figure.add_subplot(facecolor="none")
+            axes.spines[["top", "right"]].set_visible(False)
+            made.append((f"{text} of {' and '.join(names)}: {' and '.join(values)}", figure))
+            return axes
+
+        times = axes("Time per step", [f"{row['median_ms']:,.1f} ms" for row in rows])
+        losses = axes("Loss", [f"{row['runs'][0]['losses'][-1]:.4f} at the last step" for row in rows])
+        for place, row in enumerate(rows):
+            good = [run for run in row["runs"] if not run["error"]]
+            first = 10 if len(good[0]["times_ms"]) >= 20 else len(good[0]["times_ms"]) // 2
+            steps = np.concatenate([run["times_ms"][first:] for run in good])
+            colour = (render.RUNG, render.PEER)[place]
+            times.plot(
+                steps, place + spread.uniform(-0.25, 0.25, len(steps)), "o", color=colour, markersize=3, alpha=0.6
+            )
+            times.plot([row["median_ms"]] * 2, [place - 0.35, place + 0.35], color=render.INK)
+            losses.plot(good[0]["losses"], color=colour, linestyle=("-", "--")[place], label=names[place])
+        times.set_xlabel("milliseconds per step; line: median")
+        times.set_xlim(left=0)
+        losses.set_xlabel("step")
+        losses.set_ylabel("loss, nats per token")
+        losses.legend(frameon=False)
+        groups = [row["profile"]["groups_ms"] for row in rows if row["profile"]]
+        if len(groups) == len(rows) and all(groups):
+            kinds = axes("Where the time goes", ["one bar each, by kind of kernel"])
+            for kind, colour in render.GROUPS.items():
+                left = [sum(list(group.values())[: list(group).index(kind)]) for group in groups]
+                kinds.barh(names, [group[kind] for group in groups], left=left, color=colour, label=kind, height=0.6)
+            kinds.set_xlabel("milliseconds per step, under the profiler")
+            kinds.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.3))
+            kinds.invert_yaxis()
+        times.set_yticks(range(len(rows)), names)
+        times.invert_yaxis()
+        return [(text, self.inline(figure, f"{name}{text}")) for text, figure in made]
+
+    def inline(self, figure, salt):
+        """A figure as SVG to stand in a page, in the colours of its text."""
+        with render.matplotlib.rc_context({"svg.hashsalt": salt}):
+            text = render.svg(figure)
+        text = text[text.index("<svg") :].replace(render.INK, "currentColor")
+        text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+        return Markup(re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2))
+
+    def log(self):
+        """The first and last lines that baseline.py printed in the first of the results."""
+        name, data = next(iter(self.results.items()))
+        row, tokens = self.row(name, "baseline.py"), data["settings"]["batch_size"] * data["settings"]["seq_len"]
+        run = row["runs"][0]
+        steps = list(enumerate(zip(run["losses"], run["times_ms"], strict=True)))
+        lines = [
+            f"step {step:4d} | loss {loss:.6f} | dt {ms:8.2f} ms | {1000 * tokens / ms:10,.0f} tok/s"
+            for step, (loss, ms) in steps
+        ]
+        return "\n".join([*lines[:3], "...", *lines[-2:]])
+
+    def write(self, folder):
+        """Every page as Markdown, and Zensical's configuration."""
+        pages = folder / "pages"
+        shutil.copytree(DOCS / "pages", pages)
+        rungs = {f"rungs/{Path(rung.file).stem}.md": rung for rung in self.rungs}
+        for path in sorted(pages.rglob("*.md")):
+            name = path.relative_to(pages).as_posix()
+            if name.startswith("rungs/") and name not in rungs:
+                raise ValueError(f"docs/pages/{name} is of no rung in ladder.toml")
+            path.write_text(self.jinja.get_template(f"pages/{name}").render(rung=rungs.get(name)), encoding="utf-8")
+        if missing := [name for name in rungs if not (pages / name).exists()]:
+            raise ValueError(f"docs/pages/{missing[0]} is missing")
+        (pages / "compare").mkdir()
+        for before, after in combinations(self.rungs, 2):
+            text = self.part("compare", before=before.file, after=after.file)
+            (pages / pair_page(before.file, after.file)).with_suffix(".md").write_text(text, encoding="utf-8")
+        config = self.jinja.get_template("zensical.toml").render()
+        (folder / "zensical.toml").write_text(config, encoding="utf-8")
+
+
+def search_from_disk(site):
+    """A browser starts no worker from a file on disk, only from text that it has: give it the search's own."""
+    (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
+    script = (site / "assets" / "iframe-worker.js").read_text(encoding="utf-8")
+    text = script.replace('"SOURCE"', json.dumps(worker.read_text(encoding="utf-8")))
+    (site / "assets" / "iframe-worker.js").write_text(text, encoding="utf-8")
+
+
+def build(target=SITE):
+    """Make the site. Raises ValueError, and leaves the one that was there, if it cannot be made."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        Site().write(folder)
+        if not (zensical := shutil.which("zensical", path=Path(sys.executable).parent)):
+            raise ValueError("Zensical is not installed: it takes Python 3.11 or later")
+        done = subprocess.run([zensical, "build", "--strict"], cwd=folder, capture_output=True, encoding="utf-8")
+        if done.returncode or not (folder / "site" / "index.html").exists():
+            raise ValueError(f"zensical: {done.stdout}{done.stderr}")
+        search_from_disk(folder / "site")
+        (folder / "site" / ".nojekyll").touch()  # GitHub Pages: serve the folder as it is
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(folder / "site", target)
+
+
+if __name__ == "__main__":
+    try:
+        build()
+    except (OSError, ValueError, jinja2.TemplateError, subprocess.SubprocessError) as error:
+        sys.exit(f"docs.py: error: {' '.join(str(error).split())}")
+    print(f"{SITE.relative_to(ROOT)}/index.html: open it in a browser")
