@@ -685,8 +685,8 @@ def test_two_real_rungs_are_measured(tmp_path):
 
 
 def test_the_measured_speed_agrees_with_an_outside_clock(run):
-    """By the process: 60 steps less 20. The machine is shared, so one try of three must agree."""
-    for _ in range(3):
+    """By the process: 60 steps less 20. The machine is shared, so one try of five must agree."""
+    for _ in range(5):
         spent = {}
         for steps in (20, 60):
             start = time.perf_counter()

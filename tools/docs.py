@@ -86,14 +86,14 @@ def highlighted(source):
 
 
 def paint(tokens, marks):
-    """A line's tokens as HTML, the marked characters in <mark>."""
+    """A line's tokens as HTML, the marked characters in spans of their own."""
     html, start = "", 0
     for css, text in tokens:
         cuts = {0, len(text)} | {min(max(cut - start, 0), len(text)) for mark in marks for cut in mark}
         for a, b in zip(sorted(cuts), sorted(cuts)[1:], strict=False):
             part = escape(text[a:b])
             if any(begin <= start + a < end for begin, end in marks):
-                part = Markup("<mark>{}</mark>").format(part)
+                part = Markup('<span class="word">{}</span>').format(part)
             html += Markup('<span class="{}">{}</span>').format(css, part) if css else part
         start += len(text)
     return Markup(html)
@@ -101,18 +101,19 @@ def paint(tokens, marks):
 
 def mark_words(old, new):
     """Pair what went with what came, the most alike lines first, and mark the words in which a pair differs."""
-    words = [[re.findall(r"\w+|\s+|.", line.text) for line in side] for side in (old, new)]
-    matches = {
-        (i, j): difflib.SequenceMatcher(None, gone, come, autojunk=False)
-        for i, gone in enumerate(words[0])
-        for j, come in enumerate(words[1])
+    words = [[re.findall(r"\w+| {4}|.", line.text) for line in side] for side in (old, new)]
+    solid = [[[word for word in line if word.strip()] for line in side] for side in words]
+    alike = {
+        (i, j): difflib.SequenceMatcher(None, gone, come, autojunk=False).ratio()
+        for i, gone in enumerate(solid[0])
+        for j, come in enumerate(solid[1])
     }
     paired = []
-    for (i, j), match in sorted(matches.items(), key=lambda item: -item[1].ratio()):
-        crosses = any((i - a) * (j - b) <= 0 for a, b in paired)
-        if match.ratio() < 0.6 or crosses:
+    for i, j in sorted(alike, key=alike.get, reverse=True):
+        if alike[i, j] < 0.6 or any((i - a) * (j - b) <= 0 for a, b in paired):  # pairs never cross
             continue
         paired.append((i, j))
+        match = difflib.SequenceMatcher(None, words[0][i], words[1][j], autojunk=False)
         for _, a, b, c, d in (code for code in match.get_opcodes() if code[0] != "equal"):
             for line, text, first, last in ((old[i], words[0][i], a, b), (new[j], words[1][j], c, d)):
                 begin = len("".join(text[:first]))
@@ -168,6 +169,8 @@ class Site:
     def __init__(self):
         self.rungs = read_ladder()
         self.results = {folder.name: render.read(folder / "ladder.json") for folder in render.newest()}
+        if not self.results:
+            raise ValueError("results/ holds no finished measurement: make ladder")
         self.first = next(iter(self.results))
         self.cpu_only = all(data["machine"]["device"] == "cpu" for data in self.results.values())
         loader = jinja2.FileSystemLoader([DOCS, DOCS / "pages"])
@@ -235,7 +238,14 @@ class Site:
 
     def row(self, name, script):
         """What was measured of a script in one of the results, or None."""
-        return next((row for row in self.results[name]["rows"] if row["name"] == script and row["median_ms"]), None)
+        return next((row for row in self.results[name]["rows"] if row["name"] == script), None)
+
+    def worked(self, row):
+        return bool(row and row["median_ms"])
+
+    def good(self, row):
+        """The runs of a row that came to their end."""
+        return [run for run in row["runs"] if not run["error"]]
 
     def chart(self):
         """The whole ladder at a glance, for each of the results."""
@@ -246,10 +256,32 @@ class Site:
         rung = next(rung for rung in self.rungs if rung.file == script)
         found = []
         for name in self.results:
-            row, before = self.row(name, script), rung.before and self.row(name, rung.before)
-            plots = self.plots(name, [one for one in (before, row) if one]) if row else []
-            found.append((name, row, before, plots))
-        return self.part("measured", rung=rung, predicted=predicted, found=found)
+            rows = [self.row(name, file) for file in (rung.before, script) if file]
+            plots = self.plots(name, [row for row in rows if self.worked(row)]) if self.worked(rows[-1]) else []
+            found.append((name, self.findings(name, rows[-1], rows[0] if rung.before else None), plots))
+        return self.part("measured", predicted=predicted, found=found)
+
+    def findings(self, name, row, before):
+        """What was measured of a row, and of the one before it if there is one, in words."""
+        if not self.worked(row):
+            return dict.fromkeys(("speed", "memory", "loss"), row["error"] if row else "not measured")
+        data, before = self.results[name], before if self.worked(before) else None
+        speed = f"{row['median_ms']:,.1f} ms per step, {row['tokens_per_s']:,.0f} tokens/s"
+        if row["roof_share"] is not None:
+            speed += f", {row['roof_share']:.0%} of the roof"
+        if ratio := row["over_before"]:
+            speed = f"{render.times(ratio)}, from {before['median_ms']:,.1f} to {row['median_ms']:,.1f} ms per step"
+            if ratio["low"] < 1 < ratio["high"]:
+                speed += ". The passes lie on both sides of 1: nothing was shown"
+            if data["roof"] and row["precision"] != before["precision"]:
+                roofs = [data["roof"]["ceilings_tflops"][one["precision"]] for one in (before, row)]
+                speed += f". The measured roof is {roofs[1] / roofs[0]:.2f} times as high"
+        both = [one for one in (before, row) if one]
+        memory = " to ".join(f"{one['peak_memory_gib']:.2f}" for one in both if one["peak_memory_gib"])
+        whose = "of the process" if data["machine"]["device"] == "cpu" else "of the GPU's allocator"
+        losses = [self.good(one)[0]["losses"] for one in both]
+        loss = f"{' to '.join(f'{one[-1]:.4f}' for one in losses)} after {len(losses[-1])} steps"
+        return {"speed": speed, "memory": f"{memory} GiB {whose}" if memory else "not measured", "loss": loss}
 
     def plots(self, name, rows):
         """Of a script and the one before it: each step's time, the loss, where the time goes. [(alt text, SVG)]"""
@@ -263,9 +295,9 @@ class Site:
             return axes
 
         times = axes("Time per step", [f"{row['median_ms']:,.1f} ms" for row in rows])
-        losses = axes("Loss", [f"{row['runs'][0]['losses'][-1]:.4f} at the last step" for row in rows])
+        losses = axes("Loss", [f"{self.good(row)[0]['losses'][-1]:.4f} at the last step" for row in rows])
         for place, row in enumerate(rows):
-            good = [run for run in row["runs"] if not run["error"]]
+            good = self.good(row)
             first = 10 if len(good[0]["times_ms"]) >= 20 else len(good[0]["times_ms"]) // 2
             steps = np.concatenate([run["times_ms"][first:] for run in good])
             colour = (render.RUNG, render.PEER)[place]
@@ -297,14 +329,14 @@ class Site:
         with render.matplotlib.rc_context({"svg.hashsalt": salt}):
             text = render.svg(figure)
         text = text[text.index("<svg") :].replace(render.INK, "currentColor")
-        text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+        text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)  # a style is the page's
         return Markup(re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2))
 
     def log(self):
         """The first and last lines that baseline.py printed in the first of the results."""
         name, data = next(iter(self.results.items()))
         row, tokens = self.row(name, "baseline.py"), data["settings"]["batch_size"] * data["settings"]["seq_len"]
-        run = row["runs"][0]
+        run = self.good(row)[0]
         steps = list(enumerate(zip(run["losses"], run["times_ms"], strict=True)))
         lines = [
             f"step {step:4d} | loss {loss:.6f} | dt {ms:8.2f} ms | {1000 * tokens / ms:10,.0f} tok/s"

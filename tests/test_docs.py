@@ -1,0 +1,503 @@
+"""The site: what its pages hold, and, where there is a Chromium, that a browser can use all of it."""
+
+import functools
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import threading
+from urllib.parse import unquote, urljoin, urlparse
+
+import pytest
+import render
+from conftest import ROOT, RUNGS, SCRIPTS
+from ladder import changed_lines, split
+from test_mistakes import MISTAKES
+
+pytest.importorskip("zensical", reason="Zensical takes Python 3.11 or later")
+from bs4 import BeautifulSoup  # noqa: E402
+
+import docs  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PAIRS = [(before, after) for i, after in enumerate(SCRIPTS) for before in SCRIPTS[:i]]
+RUNG_PAGES = [docs.page(script) for script in SCRIPTS]
+SIDE_PAGES = ["index.html", "compare.html", "where.html", "log.html", "mistakes.html", "measuring.html"]
+PAGES = [*SIDE_PAGES, *RUNG_PAGES, *(docs.pair_page(*pair) for pair in PAIRS)]
+SHOWN = [*SIDE_PAGES, *RUNG_PAGES, docs.pair_page(SCRIPTS[0], SCRIPTS[10]), docs.pair_page(SCRIPTS[0], SCRIPTS[12])]
+RESULTS = {folder.name: render.read(folder / "ladder.json") for folder in render.newest()}
+browsing = pytest.mark.skipif(not CHROMIUM, reason="no Chromium")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    docs.build(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def soup(site):
+    @functools.cache
+    def read(page):
+        return BeautifulSoup((site / page).read_text(encoding="utf-8"), "html.parser")
+
+    return read
+
+
+def text_of(diff, side=None):
+    """A diff's text as a reader of the inline view has it, or of one side."""
+    wanted = {
+        None: "pre.at, .block.same > .new .line, .block:not(.same) .line",
+        "old": ".old .line",
+        "new": ".new .line",
+    }
+    return "".join(part.text for part in diff.select(wanted[side]))
+
+
+def git(*args):
+    return subprocess.run(["git", "diff", "--no-index", *args], cwd=ROOT, capture_output=True, encoding="utf-8").stdout
+
+
+def test_every_page_is_there_and_no_other(site):
+    found = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
+    assert found == {*PAGES, "404.html"}
+    assert (site / ".nojekyll").exists()  # GitHub Pages serves the folder as it is
+
+
+@pytest.mark.parametrize("before, after", PAIRS)
+def test_the_diff_of_a_page_is_gits(soup, before, after):
+    printed = git(before, after)
+    pages = [docs.pair_page(before, after)] + [docs.page(after)] * (RUNGS[after].before == before)
+    for page in pages:
+        (diff,) = soup(page).select(".diff")
+        assert all(twice.get("aria-hidden") == "true" for twice in diff.select(".block.same > .old"))  # read out once
+        assert text_of(diff) == printed
+        body = printed[printed.index("@@") :].splitlines(keepends=True)
+        for side, sign in (("old", "+"), ("new", "-")):
+            assert text_of(diff, side) == "".join(line for line in body if line[0] not in ("@", sign))
+        numbers = [(line.get("data-old"), line.get("data-new")) for line in diff.select(".block.same > .new .line")]
+        old, new = ((ROOT / script).read_text(encoding="utf-8").splitlines() for script in (before, after))
+        assert all(old[int(a) - 1] == new[int(b) - 1] for a, b in numbers)
+
+
+@pytest.mark.parametrize("before, after", PAIRS)
+def test_the_docstring_is_folded_away_and_nothing_else(soup, before, after):
+    (diff,) = soup(docs.pair_page(before, after)).select(".diff")
+    (folded,) = diff.select("details")
+    assert not folded.has_attr("open")
+    ends = [split((ROOT / script).read_text(encoding="utf-8"))[0].count("\n") for script in (before, after)]
+    assert all(int(line["data-old"]) <= ends[0] for line in folded.select("del"))
+    assert all(int(line["data-new"]) <= ends[1] for line in folded.select("ins"))
+    shown = [len(diff.select(tag)) - len(folded.select(tag)) for tag in ("ins", "del")]
+    assert tuple(shown) == changed_lines(before, after)
+
+
+def test_words_are_marked_where_a_line_changed(soup):
+    diff = soup(docs.page("speedup_08_adamw_clip.py")).select_one(".diff")
+    old, new = ("".join(word.text for word in diff.select(f".block:not(.same) {tag} .word")) for tag in ("del", "ins"))
+    assert ", betas=(0.9, 0.95" in new and " | norm {norm:.4f}" in new
+    assert "betas" not in old and "AdamW" not in old + new
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_rungs_page_has_all_that_a_reader_looks_for(soup, script):
+    article = soup(docs.page(script)).select_one("article")
+    assert article.h1.find(string=True).strip() == docs.title(script)
+    idea = article.select_one("h1 + p").text
+    assert len(re.findall(r"\.(?:\s|$)", re.sub(r"1\.0 ", "", idea))) == 2, idea  # two sentences
+    headings = [heading.find(string=True).strip() for heading in article.find_all("h2")]
+    assert [name in headings for name in ("Predicted and measured", "Run it", "Exercise", "Sources")] == [True] * 4
+    (commands,) = [code.text for code in article.select("pre > code") if script in code.text]
+    assert re.search(rf"^(python|torchrun .*) {re.escape(script)}", commands)
+    if RUNGS[script].before:
+        assert f"git diff --no-index --word-diff {RUNGS[script].before} {script}\n" in commands
+        assert re.search(r"^make diff-\w+$", commands, re.MULTILINE)
+    for exercise in (exercises := article.select("details.question")):
+        assert not exercise.has_attr("open") and "?" in exercise.summary.text
+    assert exercises
+    assert len(article.select('h2#sources + ul a[href^="https://"]')) >= 2
+    article = BeautifulSoup(str(article), "html.parser")  # a copy, to cut what is no prose
+    for part in article.select("h1, .diff, .results, details.question, h2#sources + ul, h2#run-it + div, .headerlink"):
+        part.decompose()
+    words = len(re.findall(r"[\w,.']*\w", article.text))
+    assert 230 <= words <= 600, words
+
+
+NUMBER = re.compile(r"([\d.,]*\d) ?(bytes|kB|MB|GB/s|GB|GiB|GFLOP|TFLOP/s|TFLOP|ms|s|%)?(?![\w/])")
+UNITS = {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "GB/s": 1e9, "GiB": 2**30, "ms": 1e-3, "s": 1, "%": 0.01, "": 1}
+UNITS |= {"GFLOP": 1e9, "TFLOP": 1e12, "TFLOP/s": 1e12}
+
+
+def equations():
+    """Every line of arithmetic in the pages: (page, line)."""
+    for path in sorted((ROOT / "docs" / "pages" / "rungs").glob("*.md")):
+        for block in re.findall(r"^```text\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+            yield from ((path.stem, line) for line in block.splitlines())
+
+
+def is_true(line):
+    """Whether the left side of `label: 4 × 1,024 × 2 bytes = 8.19 kB` comes to the right side, rounded as it is."""
+    left, right = line.split(": ", 1)[1].split(" = ")
+    left = NUMBER.sub(lambda n: f"({n[1].replace(',', '')} * {UNITS[n[2] or '']})", left)
+    assert re.fullmatch(r"[\d.e+*/() ×−-]+", left), left
+    digits, unit = NUMBER.fullmatch(right).groups()
+    value = eval(left.replace("×", "*").replace("−", "-")) / UNITS[unit or ""]
+    return abs(value - float(digits.replace(",", ""))) <= 0.51 * 10.0 ** -len(digits.partition(".")[2])
+
+
+@pytest.mark.parametrize("page, line", list(equations()))
+def test_the_arithmetic_is_right(page, line):
+    assert is_true(line)
+
+
+def test_wrong_arithmetic_is_seen():
+    assert is_true("logits: 4 × 1,024 × 50,257 × 4 bytes = 823 MB")
+    for wrong in ("832 MB", "823 GB", "824 MB"):
+        assert not is_true(f"logits: 4 × 1,024 × 50,257 × 4 bytes = {wrong}")
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_front_page_shows_what_was_measured(soup, name):
+    (chart,) = soup("index.html").select(f'.result[data-result="{name}"] table.chart')
+    rows = [row for row in RESULTS[name]["rows"] if row["median_ms"]]
+    assert len(rows) == len(chart.select("tbody tr"))
+    for row, shown in zip(rows, chart.select("tbody tr"), strict=True):
+        speed, ratio, roof, memory = (cell.text.strip() for cell in shown.select("td"))
+        assert speed == f"{row['tokens_per_s']:,.0f}"
+        assert ratio == f"{row['over_baseline']['median']:.2f}"
+        assert roof == f"{row['roof_share']:.0%}" and memory == f"{row['peak_memory_gib']:.2f}"
+        links = [link["href"] for link in shown.select("a")]
+        assert links == ([docs.page(row["name"])] if row["kind"] == "rung" else [])
+    widths = [float(re.search(r"width: ([\d.]+)%", bar["style"])[1]) for bar in chart.select(".bar")]
+    scale = max(row["tokens_per_s"] for row in rows) / max(widths)
+    assert widths == pytest.approx([row["tokens_per_s"] / scale for row in rows], abs=0.1)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_rungs_page_shows_what_was_measured_beside_what_was_predicted(soup, script):
+    for name, data in RESULTS.items():
+        (section,) = soup(docs.page(script)).select(f'.result[data-result="{name}"]')
+        rows = [[cell.text.strip() for cell in row.select("td")] for row in section.select("tbody tr")]
+        assert all(predicted for predicted, _ in rows)
+        speed, memory, loss = (measured for _, measured in rows)
+        row = next((row for row in data["rows"] if row["name"] == script), None)
+        if not row:
+            assert [speed, memory, loss] == ["not measured"] * 3 and not section.select("svg")
+            continue
+        assert f"{row['median_ms']:,.1f} ms per step" in speed
+        assert f"{row['peak_memory_gib']:.2f} GiB" in memory
+        assert f"{row['runs'][0]['losses'][-1]:.4f}" in loss
+        if ratio := row["over_before"]:
+            assert speed.startswith(render.times(ratio))
+            assert ("nothing was shown" in speed) == (ratio["low"] < 1 < ratio["high"])
+        assert len(section.select("figure[role=img][aria-label] svg")) == 2 + bool(row["profile"])
+
+
+def test_every_mistake_is_on_its_page(soup):
+    shown = soup("mistakes.html").select(".mistake")
+    assert len(shown) == len(MISTAKES)
+    for section, mistake in zip(shown, MISTAKES, strict=True):
+        assert section.h2.text.lower() == mistake.name.lower() and mistake.harm[1:] in section.p.text
+        assert f"tests/{mistake.check}" in section.text
+        planted = "\n".join(line.text[1:].rstrip("\n") for line in section.select("ins"))
+        assert planted or section.select("del")
+        for wrong in mistake.edits.values():
+            assert all(line.strip() in section.select_one(".diff").text for line in wrong.splitlines())
+
+
+def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site, soup):
+    broken, ids = [], {page: {found["id"] for found in soup(page).select("[id]")} for page in PAGES}
+    for page in PAGES:
+        for element in soup(page).select("[href], [src]"):
+            link = element.get("href") or element.get("src")
+            target = urlparse(urljoin(f"file:///{page}", link))
+            if target.scheme == "https" and element.name == "a":
+                continue  # a reader may follow it; there is no network here to follow it with
+            path = unquote(target.path).lstrip("/")
+            ok = target.scheme == "file" and (site / path).is_file() and not link.startswith("/")
+            if not (ok and (not target.fragment or target.fragment in ids[path])):
+                broken.append((page, link))
+    assert not broken
+
+
+def test_search_knows_each_page_but_not_each_pair(site):
+    found = {item["location"].split("#")[0] for item in json.loads((site / "search.json").read_text())["items"]}
+    assert found == {*SIDE_PAGES, *RUNG_PAGES}
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_a_page_with_all_that_it_loads_is_under_a_megabyte(site, soup, page):
+    loads = [
+        element.get("href") or element["src"] for element in soup(page).select("link[href], script[src], img[src]")
+    ]
+    files = {(site / page).parent / link.split("?")[0] for link in loads if not link.endswith(".html")}
+    files |= {site / page, site / "search.js", *site.glob("assets/javascripts/workers/*.js")}
+    assert sum(file.resolve().stat().st_size for file in files) < 1e6
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the project, and what its docs.py comes to."""
+    shutil.copytree(ROOT, tmp_path / "ladder", ignore=shutil.ignore_patterns(".*", "__pycache__", "site"))
+
+    def make():
+        command = [docs.sys.executable, "tools/docs.py"]
+        return subprocess.run(command, cwd=tmp_path / "ladder", capture_output=True, text=True)
+
+    return tmp_path / "ladder", make
+
+
+def test_a_gpus_result_comes_first_even_where_a_script_failed_and_there_is_no_roof(copy):
+    root, make = copy
+    name = next(iter(RESULTS))
+    data = json.loads((ROOT / "results" / name / "ladder.json").read_text(encoding="utf-8"))
+    data["machine"] |= {
+        "device": "cuda",
+        "name": "NVIDIA Made Up",
+        "device_memory_gib": 16.0,
+        "driver": "1",
+        "cuda": "1",
+    }
+    data["roof"] = None
+    for row in data["rows"]:
+        row["roof_share"] = row["tflops"] = None
+        row["runs"][0] |= {"error": "out of memory", "times_ms": [], "losses": []}
+    failed = next(row for row in data["rows"] if row["name"] == "speedup_05_compile.py")
+    for key in ("median_ms", "quartiles_ms", "tokens_per_s", "over_baseline", "over_before"):
+        failed[key] = None
+    failed["error"] = "torch.compile failed"
+    (root / "results" / "made-up").mkdir()
+    (root / "results" / "made-up" / "ladder.json").write_text(json.dumps(data), encoding="utf-8")
+    done = make()
+    assert done.returncode == 0, done.stderr
+    front, page = (
+        BeautifulSoup((root / "docs" / "site" / name).read_text(encoding="utf-8"), "html.parser")
+        for name in ("index.html", docs.page("speedup_05_compile.py"))
+    )
+    assert [result["data-result"] for result in front.select(".result")] == ["made-up", *RESULTS]
+    assert "No GPU has been measured" not in front.text
+    assert "torch.compile failed" in front.select_one(".result").text
+    assert "None" not in front.text
+    assert "torch.compile failed" in page.select_one(".result").text
+
+
+def test_a_mistake_in_a_page_is_one_line_and_leaves_the_site_that_was_there(copy):
+    root, make = copy
+    (root / "docs" / "site").mkdir()
+    (root / "docs" / "site" / "index.html").write_text("the last one")
+    page = root / "docs" / "pages" / "rungs" / "baseline.md"
+    text = page.read_text(encoding="utf-8")
+    for wrong, error in (
+        (f"{text}\n{{{{ site.nothing }}}}", "nothing"),
+        (f"{text}\n[a link](nowhere.md)", "nowhere"),
+        (None, "baseline.md is missing"),
+    ):
+        page.unlink() if wrong is None else page.write_text(wrong, encoding="utf-8")
+        done = make()
+        assert done.returncode == 1 and not done.stdout
+        assert re.fullmatch(rf"docs\.py: error: .*{error}.*\n", done.stderr), done.stderr
+        assert (root / "docs" / "site" / "index.html").read_text() == "the last one"
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves the site below a folder, as GitHub Pages does, and says nothing."""
+
+    def translate_path(self, path):
+        assert path.startswith("/ladder/"), path
+        return super().translate_path(path.removeprefix("/ladder"))
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def urls(site):
+    """Where the site can be read: from the disk, and from a server."""
+    handler = functools.partial(Handler, directory=site)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield {"file": f"{site.as_uri()}/", "http": f"http://127.0.0.1:{server.server_port}/ladder/"}
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api").sync_playwright().start()
+    yield (browser := playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]))
+    browser.close()
+    playwright.stop()
+
+
+@pytest.fixture(params=["file", "http"])
+def base(request, urls):
+    return urls[request.param]
+
+
+@pytest.fixture
+def tab(browser, base):
+    """A page that remembers all that went wrong in it, and must come to its end with nothing."""
+    with browser.new_context(viewport={"width": 1440, "height": 900}) as context:
+        page, wrong = context.new_page(), []
+        page.on("console", lambda message: message.type in ("error", "warning") and wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        left = "net::ERR_ABORTED"  # the reader went to another page meanwhile
+        page.on("requestfailed", lambda request: request.failure == left or wrong.append(request.url))
+        page.on("request", lambda request: request.url.startswith((base, "blob:")) or wrong.append(request.url))
+        page.on("response", lambda response: response.status < 400 or wrong.append(response.url))
+        page.set_default_timeout(20_000)
+        yield page
+        assert not wrong
+
+
+OVERFLOW = """() => [...document.querySelectorAll("main *")].filter(element => {
+    const box = element.getBoundingClientRect()
+    if (!box.width || box.right <= innerWidth + 1 && box.left >= -1) return false
+    for (let above = element.parentElement; above; above = above.parentElement)
+        if (["auto", "scroll", "hidden"].includes(getComputedStyle(above).overflowX)) return false
+    return true
+}).map(element => element.outerHTML.slice(0, 100))"""
+
+
+@browsing
+def test_every_page_loads_and_nothing_overflows(tab, base):
+    for page in PAGES:
+        tab.goto(base + page)
+        assert tab.locator("h1").count() == 1
+        for width in (390, 1440):
+            tab.set_viewport_size({"width": width, "height": 900})
+            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), (page, width)
+            assert not tab.evaluate(OVERFLOW), (page, width)
+
+
+@browsing
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_violation(browser, urls, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    with browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme=scheme) as context:
+        page, found = context.new_page(), []
+        for name in SHOWN:
+            page.goto(urls["file"] + name)
+            page.evaluate("for (const details of document.querySelectorAll('details')) details.open = true")
+            page.wait_for_timeout(300)  # the theme's colours fade in
+            for violation in axe.run(page).response["violations"]:
+                if violation["impact"] in ("serious", "critical"):
+                    found.append((name, violation["id"], [node["html"][:200] for node in violation["nodes"][:3]]))
+        assert not found
+
+
+@browsing
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_switch_shows_a_diff_side_by_side_and_is_remembered(tab, base, width):
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.goto(base + docs.page("speedup_06_flash_attn.py"))
+    gone, come = (tab.locator(f".diff > .block:not(.same) {tag}").last for tag in ("del", "ins"))
+    same = tab.locator(".diff > .block.same > .old").first
+
+    def places():
+        return gone.bounding_box(), come.bounding_box()
+
+    (left, right), inline = places(), tab.get_by_role("radio", name="inline")
+    assert left["x"] == right["x"] and left["y"] < right["y"] and inline.is_checked() and not same.is_visible()
+    inline.focus()
+    tab.keyboard.press("ArrowRight")  # as radio buttons go
+    left, right = places()
+    assert left["x"] + left["width"] <= right["x"] and same.is_visible()
+    assert tab.get_by_role("radio", name="side by side").is_checked()
+    tab.goto(base + docs.pair_page(SCRIPTS[0], SCRIPTS[6]))
+    left, right = places()
+    assert left["x"] + left["width"] <= right["x"]
+    tab.get_by_text("inline", exact=True).click()
+    left, right = places()
+    assert left["x"] == right["x"]
+
+
+@browsing
+def test_what_is_copied_from_the_inline_view_is_gits_text(tab, base):
+    before, after = "speedup_08_adamw_clip.py", "speedup_09_cosine_lr.py"
+    tab.goto(base + docs.page(after))
+    tab.evaluate(
+        """document.querySelector('.diff details').open = true
+        const range = document.createRange(), pres = document.querySelectorAll('.diff pre')
+        range.setStartBefore(pres[0])
+        range.setEndAfter(pres[pres.length - 1])
+        getSelection().addRange(range)"""
+    )
+    copied = [line for line in tab.evaluate("getSelection().toString()").splitlines() if line.strip()]
+    assert copied == [line for line in git(before, after).splitlines() if line.strip()]
+
+
+@browsing
+def test_the_chooser_shows_one_result_and_is_remembered(tab, base):
+    for page in ("index.html", docs.page("speedup_05_compile.py"), docs.page("baseline.py")):
+        tab.goto(base + page)
+        if page == "index.html":
+            assert tab.locator(".result:visible").count() == 1
+            tab.locator(".choice[data-choice=result] label").last.click()
+        (shown,) = tab.locator(".result:visible").all()
+        assert shown.get_attribute("data-result") == list(RESULTS)[-1]
+
+
+@browsing
+def test_a_keyboard_walks_up_the_ladder_and_down(tab, base):
+    tab.goto(base + RUNG_PAGES[0])
+    for page in RUNG_PAGES[1:]:
+        tab.keyboard.press("n")
+        tab.wait_for_url(base + page)
+    tab.keyboard.press("p")
+    tab.wait_for_url(base + RUNG_PAGES[-2])
+    tab.get_by_role("link", name="Next").click()
+    tab.wait_for_url(base + RUNG_PAGES[-1])
+
+
+@browsing
+@pytest.mark.parametrize("words, script", [("Loshchilov cosine", 9), ("TensorFloat", 2), ("scaled_dot_product", 6)])
+def test_search_finds_a_rung(tab, base, words, script):
+    tab.goto(base + "index.html")
+    tab.keyboard.press("/")
+    tab.locator("input[role=combobox]").fill(words)
+    found = tab.locator(f'a[href*="{docs.page(SCRIPTS[script])}"] mark').first  # what was searched for, marked
+    found.click()
+    tab.wait_for_url(re.compile(re.escape(base + docs.page(SCRIPTS[script]))))
+
+
+@browsing
+def test_any_two_scripts_can_be_compared(tab, base):
+    tab.goto(base + "compare.html")
+    tab.locator("select[name=before]").select_option("10 fused adamw")  # the wrong way round: pages go up the ladder
+    tab.locator("select[name=after]").select_option("baseline")
+    tab.get_by_role("button", name="Compare").click()
+    tab.wait_for_url(base + docs.pair_page("baseline.py", "speedup_10_fused_adamw.py"))
+    assert text_of(BeautifulSoup(tab.content(), "html.parser").select_one(".diff")) == git(SCRIPTS[0], SCRIPTS[10])
+    tab.locator("select[name=before]").select_option("fsdp run")
+    tab.locator("select[name=after]").select_option("fsdp run")
+    tab.get_by_role("button", name="Compare").click()
+    assert tab.locator("select[name=after]").evaluate("select => select.validationMessage")
+    tab.locator("select[name=after]").select_option("ddp run")
+    tab.get_by_role("button", name="Compare").click()
+    tab.wait_for_url(base + docs.pair_page("ddp_run.py", "branches/fsdp_run.py"))
+    tab.goto(base + "compare.html")
+    tab.get_by_role("link", name="02 tf32 to 03 bf16").click()
+    tab.wait_for_url(base + docs.pair_page("speedup_02_tf32.py", "speedup_03_bf16.py"))
+
+
+@browsing
+def test_light_and_dark_can_be_switched(tab, base):
+    tab.goto(base + docs.page("speedup_03_bf16.py"))
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = tab.evaluate(background)
+    tab.locator('label[title="Switch to dark"]').click()
+    tab.wait_for_function(f"{background} !== {light!r}")
+    assert "255" in light and max(map(int, re.findall(r"\d+", tab.evaluate(background))[:3])) < 60
+
+
+@browsing
+def test_a_page_can_be_read_without_javascript(browser, urls):
+    with browser.new_context(java_script_enabled=False) as context:
+        page = context.new_page()
+        page.goto(urls["file"] + docs.page("speedup_05_compile.py"))
+        assert page.get_by_text("model.compile(mode=args.compile_mode)").first.is_visible()
+        assert page.locator(".result:visible").count() == len(RESULTS)
+        page.locator("details.question summary").first.click()
+        assert page.locator("details.question p").last.is_visible()
