@@ -2,8 +2,8 @@
 
 Eager PyTorch runs one kernel per operation, and each reads its input from memory and writes its output back. The
 compiler fuses chains of element-wise work (GELU, LayerNorm, residual adds, mask, softmax) into single kernels that keep
-the numbers on the chip, and takes Python out of the step. It costs a wait at step 0, and takes a C++ compiler on a CPU,
-a C compiler on an NVIDIA GPU.
+the numbers on the chip, and takes most of Python out of the step. It costs a wait at step 0, and takes a C++ compiler
+on a CPU, a C compiler on an NVIDIA GPU.
 
     git diff --no-index --word-diff speedup_04_residual_init.py speedup_05_compile.py
 """

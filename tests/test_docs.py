@@ -110,7 +110,7 @@ def test_a_rungs_page_has_all_that_a_reader_looks_for(soup, script):
     headings = [heading.find(string=True).strip() for heading in article.find_all("h2")]
     assert [name in headings for name in ("Predicted and measured", "Run it", "Exercise", "Sources")] == [True] * 4
     (commands,) = [code.text for code in article.select("pre > code") if script in code.text]
-    assert re.search(rf"^(python|torchrun .*) {re.escape(script)}", commands)
+    assert re.search(rf"^(python|torchrun .*) {re.escape(script)}", commands, re.MULTILINE)
     if RUNGS[script].before:
         assert f"git diff --no-index --word-diff {RUNGS[script].before} {script}\n" in commands
         assert re.search(r"^make diff-\w+$", commands, re.MULTILINE)

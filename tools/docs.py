@@ -172,6 +172,7 @@ class Site:
         if not self.results:
             raise ValueError("results/ holds no finished measurement: make ladder")
         self.first = next(iter(self.results))
+        self.logged = next((name for name in self.results if self.worked(self.row(name, "baseline.py"))), self.first)
         self.cpu_only = all(data["machine"]["device"] == "cpu" for data in self.results.values())
         loader = jinja2.FileSystemLoader([DOCS, DOCS / "pages"])
         options = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
@@ -202,7 +203,7 @@ class Site:
         """How to run a script, and how to see its diff in a terminal."""
         docstring = split(self.source(rung.file))[0]
         several = re.search(r"^ +(torchrun .*?)(?:  .*)?$", docstring, re.MULTILINE)
-        lines = [several[1] if several else f"python {rung.file}"]
+        lines = ["source .venv/bin/activate  # which make run has made", several[1] if several else f"python {rung.file}"]
         if rung.before:
             number = re.search(r"(?:speedup_)?([^_/]+)[^/]*$", rung.file)[1]
             lines += [f"make diff-{number}", f"git diff --no-index --word-diff {rung.before} {rung.file}"]
@@ -269,7 +270,7 @@ class Site:
         speed = f"{row['median_ms']:,.1f} ms per step, {row['tokens_per_s']:,.0f} tokens/s"
         if row["roof_share"] is not None:
             speed += f", {row['roof_share']:.0%} of the roof"
-        if ratio := row["over_before"]:
+        if before and (ratio := row["over_before"]):
             speed = f"{render.times(ratio)}, from {before['median_ms']:,.1f} to {row['median_ms']:,.1f} ms per step"
             if ratio["low"] < 1 < ratio["high"]:
                 speed += ". The passes lie on both sides of 1: nothing was shown"
@@ -333,9 +334,9 @@ class Site:
         return Markup(re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2))
 
     def log(self):
-        """The first and last lines that baseline.py printed in the first of the results."""
-        name, data = next(iter(self.results.items()))
-        row, tokens = self.row(name, "baseline.py"), data["settings"]["batch_size"] * data["settings"]["seq_len"]
+        """The first and last lines that baseline.py printed in one of the results."""
+        row, settings = self.row(self.logged, "baseline.py"), self.results[self.logged]["settings"]
+        tokens = settings["batch_size"] * settings["seq_len"]
         run = self.good(row)[0]
         steps = list(enumerate(zip(run["losses"], run["times_ms"], strict=True)))
         lines = [
@@ -381,7 +382,8 @@ def build(target=SITE):
             raise ValueError("Zensical is not installed: it takes Python 3.11 or later")
         done = subprocess.run([zensical, "build", "--strict"], cwd=folder, capture_output=True, encoding="utf-8")
         if done.returncode or not (folder / "site" / "index.html").exists():
-            raise ValueError(f"zensical: {done.stdout}{done.stderr}")
+            said = re.sub(r"\x1b\[[\d;]*m", "", done.stderr).partition("Traceback")[0]
+            raise ValueError(f"zensical: {said or done.stderr}")
         search_from_disk(folder / "site")
         (folder / "site" / ".nojekyll").touch()  # GitHub Pages: serve the folder as it is
         shutil.rmtree(target, ignore_errors=True)
