@@ -203,7 +203,7 @@ class Site:
         """How to run a script, and how to see its diff in a terminal."""
         docstring = split(self.source(rung.file))[0]
         several = re.search(r"^ +(torchrun .*?)(?:  .*)?$", docstring, re.MULTILINE)
-        lines = ["source .venv/bin/activate  # which make run has made", several[1] if several else f"python {rung.file}"]
+        lines = ["source .venv/bin/activate  # made by make run", several[1] if several else f"python {rung.file}"]
         if rung.before:
             number = re.search(r"(?:speedup_)?([^_/]+)[^/]*$", rung.file)[1]
             lines += [f"make diff-{number}", f"git diff --no-index --word-diff {rung.before} {rung.file}"]
