@@ -6,6 +6,7 @@ looks is in docs/parts/. Zensical makes pages of it in docs/site/, which opens f
 
 import difflib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ import jinja2
 import numpy as np
 import render
 import unidiff
-from ladder import ROOT, changed_lines, read_ladder, split
+from ladder import PLAIN_GIT, ROOT, changed_lines, read_ladder, split
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from pygments import lex
@@ -39,6 +40,7 @@ class Line:
     new: int | None
     text: str
     marks: list = field(default_factory=list)  # (from, to): the characters that differ from the line it is paired with
+    row: int = 0  # in its block, side by side: a pair stands in one row
     html: Markup = Markup()
 
 
@@ -67,10 +69,10 @@ def pair_page(before, after):
 
 def git_diff(before, after, folder=ROOT):
     """What `git diff --no-index BEFORE AFTER` prints, whatever the reader's own git is set to."""
-    command = ["git", "-c", "core.autocrlf=false", "diff", "--no-index", "--no-color", "--no-ext-diff", before, after]
-    done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8")
-    if done.returncode > 1:
-        raise ValueError(done.stderr.strip())
+    command = ["git", "diff", "--no-index", before, after]
+    done = subprocess.run(command, cwd=folder, env=PLAIN_GIT, capture_output=True, encoding="utf-8")
+    if done.returncode != 1:
+        raise ValueError(done.stderr.strip() or f"{before} and {after} are the same")
     return done.stdout
 
 
@@ -99,8 +101,8 @@ def paint(tokens, marks):
     return Markup(html)
 
 
-def mark_words(old, new):
-    """Pair what went with what came, the most alike lines first, and mark the words in which a pair differs."""
+def pair(old, new):
+    """Pair what went with what came, the most alike lines first; mark the words in which a pair differs."""
     words = [[re.findall(r"\w+| {4}|.", line.text) for line in side] for side in (old, new)]
     solid = [[[word for word in line if word.strip()] for line in side] for side in words]
     alike = {
@@ -108,16 +110,33 @@ def mark_words(old, new):
         for i, gone in enumerate(solid[0])
         for j, come in enumerate(solid[1])
     }
-    paired = []
+    pairs = []
     for i, j in sorted(alike, key=alike.get, reverse=True):
-        if alike[i, j] < 0.6 or any((i - a) * (j - b) <= 0 for a, b in paired):  # pairs never cross
-            continue
-        paired.append((i, j))
-        match = difflib.SequenceMatcher(None, words[0][i], words[1][j], autojunk=False)
-        for _, a, b, c, d in (code for code in match.get_opcodes() if code[0] != "equal"):
-            for line, text, first, last in ((old[i], words[0][i], a, b), (new[j], words[1][j], c, d)):
-                begin = len("".join(text[:first]))
-                line.marks.append((begin, begin + len("".join(text[first:last]))))
+        if alike[i, j] >= 0.6 and all((i - a) * (j - b) > 0 for a, b in pairs):  # they never cross
+            pairs.append((i, j))
+            mark(old[i], words[0][i], new[j], words[1][j])
+    row, a, b = 1, 0, 0
+    for i, j in [*sorted(pairs), (len(old), len(new))]:
+        for line, place in [*zip(old[a:i], range(i), strict=False), *zip(new[b:j], range(j), strict=False)]:
+            line.row = row + place
+        row += max(i - a, j - b)
+        for line in (*old[i : i + 1], *new[j : j + 1]):
+            line.row = row
+        row, a, b = row + 1, i + 1, j + 1
+
+
+def mark(old, gone, new, come):
+    """Mark in two lines, given as their words, what differs."""
+    first = len(os.path.commonprefix([gone, come]))
+    last = len(os.path.commonprefix([gone[first:][::-1], come[first:][::-1]]))
+    match = difflib.SequenceMatcher(
+        None, gone[first : len(gone) - last], come[first : len(come) - last], autojunk=False
+    )
+    for kind, a, b, c, d in match.get_opcodes():
+        for line, words, begin, end in ((old, gone, a, b), (new, come, c, d)):
+            if kind != "equal":
+                start = len("".join(words[: first + begin]))
+                line.marks.append((start, start + len("".join(words[first + begin : first + end]))))
 
 
 def read_diff(text, before, after):
@@ -131,7 +150,7 @@ def read_diff(text, before, after):
             run = list(run)
             old, new = ([line for line in run if line.sign != sign] for sign in "+-")
             if changed:
-                mark_words(old, new)
+                pair(old, new)
             blocks.append(Block(changed, old, new))
         for line in lines:
             tokens = sides[0][line.old - 1] if line.sign == "-" else sides[1][line.new - 1]
@@ -177,7 +196,14 @@ class Site:
         loader = jinja2.FileSystemLoader([DOCS, DOCS / "pages"])
         options = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
         self.jinja = jinja2.Environment(loader=loader, autoescape=lambda name: name.endswith(".html"), **options)
-        self.jinja.globals.update(site=self, title=title, page=page, pair_page=pair_page, changed_lines=changed_lines)
+        self.jinja.globals.update(
+            site=self,
+            files=[rung.file for rung in self.rungs],
+            title=title,
+            page=page,
+            pair_page=pair_page,
+            changed_lines=changed_lines,
+        )
         self.jinja.filters.update(times=render.times, number=lambda value: f"{value:,.4g}")
 
     def part(self, name, **values):
@@ -265,24 +291,33 @@ class Site:
     def findings(self, name, row, before):
         """What was measured of a row, and of the one before it if there is one, in words."""
         if not self.worked(row):
-            return dict.fromkeys(("speed", "memory", "loss"), row["error"] if row else "not measured")
+            return {"speed": row["error"] if row else "not measured", "memory": "not measured", "loss": "not measured"}
         data, before = self.results[name], before if self.worked(before) else None
         speed = f"{row['median_ms']:,.1f} ms per step, {row['tokens_per_s']:,.0f} tokens/s"
         if row["roof_share"] is not None:
             speed += f", {row['roof_share']:.0%} of the roof"
-        if before and (ratio := row["over_before"]):
-            speed = f"{render.times(ratio)}, from {before['median_ms']:,.1f} to {row['median_ms']:,.1f} ms per step"
-            if ratio["low"] < 1 < ratio["high"]:
+        if before:
+            ratio = row["over_before"] if row["before"] == before["name"] else None
+            speed = f"from {before['median_ms']:,.1f} to {row['median_ms']:,.1f} ms per step"
+            speed = f"{render.times(ratio)}, {speed}" if ratio else speed
+            if ratio and ratio["low"] < 1 < ratio["high"]:
                 speed += ". The passes lie on both sides of 1: nothing was shown"
-            if data["roof"] and row["precision"] != before["precision"]:
-                roofs = [data["roof"]["ceilings_tflops"][one["precision"]] for one in (before, row)]
+            roofs = data["roof"] and [data["roof"]["ceilings_tflops"].get(one["precision"]) for one in (before, row)]
+            if roofs and all(roofs) and row["precision"] != before["precision"]:
                 speed += f". The measured roof is {roofs[1] / roofs[0]:.2f} times as high"
+        if data["settings"]["repeat"] == 1:
+            speed += ". One pass: nothing is known of the spread"
+        if row["error"]:
+            speed += f". A pass failed: {row['error']}"
         both = [one for one in (before, row) if one]
         memory = " to ".join(f"{one['peak_memory_gib']:.2f}" for one in both if one["peak_memory_gib"])
         whose = "of the process" if data["machine"]["device"] == "cpu" else "of the GPU's allocator"
+        memory = f"{memory} GiB {whose}" if memory else "not measured"
+        if row["fit"] and row["fit"].get("batch_size"):
+            memory += f". The largest batch that ran was B {row['fit']['batch_size']}"
         losses = [self.good(one)[0]["losses"] for one in both]
         loss = f"{' to '.join(f'{one[-1]:.4f}' for one in losses)} after {len(losses[-1])} steps"
-        return {"speed": speed, "memory": f"{memory} GiB {whose}" if memory else "not measured", "loss": loss}
+        return {"speed": speed, "memory": memory, "loss": loss}
 
     def plots(self, name, rows):
         """Of a script and the one before it: each step's time, the loss, where the time goes. [(alt text, SVG)]"""
@@ -314,7 +349,8 @@ class Site:
         losses.legend(frameon=False)
         groups = [row["profile"]["groups_ms"] for row in rows if row["profile"]]
         if len(groups) == len(rows) and all(groups):
-            kinds = axes("Where the time goes", ["one bar each, by kind of kernel"])
+            sums = [", ".join(f"{kind} {ms:.0f} ms" for kind, ms in group.items()) for group in groups]
+            kinds = axes("Where the time goes", sums)
             for kind, colour in render.GROUPS.items():
                 left = [sum(list(group.values())[: list(group).index(kind)]) for group in groups]
                 kinds.barh(names, [group[kind] for group in groups], left=left, color=colour, label=kind, height=0.6)
@@ -331,6 +367,7 @@ class Site:
             text = render.svg(figure)
         text = text[text.index("<svg") :].replace(render.INK, "currentColor")
         text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)  # a style is the page's
+        text = re.sub(r'<g id="[^"]*"', "<g", text)  # a page has several figures
         return Markup(re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2))
 
     def log(self):
@@ -385,6 +422,7 @@ def build(target=SITE):
             said = re.sub(r"\x1b\[[\d;]*m", "", done.stderr).partition("Traceback")[0]
             raise ValueError(f"zensical: {said or done.stderr}")
         search_from_disk(folder / "site")
+        (folder / "site" / "404.html").unlink()  # it would look for its style at the top of the server
         (folder / "site" / ".nojekyll").touch()  # GitHub Pages: serve the folder as it is
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(folder / "site", target)

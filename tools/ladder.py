@@ -1,6 +1,7 @@
 """The ladder as ladder.toml lists it. Run as a program, it writes the README's table from it."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
+PLAIN_GIT = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # a diff is the same for all
 BEGIN, END = "<!-- the ladder, written by `make readme` from ladder.toml -->\n", "<!-- end of the ladder -->\n"
 HEAD = """
 | file | idea | lines | why it is faster | when it is not |
@@ -82,7 +84,7 @@ def changed_lines(before, after, root=ROOT):
         for side, script in zip(sides, (before, after), strict=True):
             side.write_text(split((root / script).read_text(encoding="utf-8"))[1], encoding="utf-8")
         command = ["git", "diff", "--no-index", "--numstat", *sides]
-        printed = subprocess.run(command, capture_output=True, text=True).stdout
+        printed = subprocess.run(command, env=PLAIN_GIT, capture_output=True, text=True).stdout
     added, removed = printed.split("\t")[:2] if printed else (0, 0)
     return int(added), int(removed)
 
