@@ -24,6 +24,7 @@ import unidiff
 from ladder import PLAIN_GIT, ROOT, changed_lines, read_ladder, split
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
+from measure import steady
 from pygments import lex
 from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES
@@ -192,7 +193,7 @@ class Site:
             raise ValueError("results/ holds no finished measurement: make ladder")
         self.first = next(iter(self.results))
         self.logged = next((name for name in self.results if self.worked(self.row(name, "baseline.py"))), self.first)
-        self.cpu_only = all(data["machine"]["device"] == "cpu" for data in self.results.values())
+        self.no_gpu = render.no_gpu(self.results.values())
         loader = jinja2.FileSystemLoader([DOCS, DOCS / "pages"])
         options = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
         self.jinja = jinja2.Environment(loader=loader, autoescape=lambda name: name.endswith(".html"), **options)
@@ -204,7 +205,6 @@ class Site:
             pair_page=pair_page,
             changed_lines=changed_lines,
         )
-        self.jinja.filters.update(times=render.times, number=lambda value: f"{value:,.4g}")
 
     def part(self, name, **values):
         return self.jinja.get_template(f"parts/{name}.html").render(**values)
@@ -251,10 +251,6 @@ class Site:
                 shown.append((mistake, read_diff(git_diff("right", "wrong", folder), right, wrong)[1]))
         return self.part("mistakes", mistakes=shown, slug=lambda name: re.sub(r"\W+", "-", name).lower())
 
-    def matrix(self):
-        """A table of every two scripts, each cell a link to their diff."""
-        return self.part("matrix", rungs=self.rungs)
-
     def label(self, name):
         data = self.results[name]
         device, settings = data["machine"], data["settings"]
@@ -273,10 +269,6 @@ class Site:
     def good(self, row):
         """The runs of a row that came to their end."""
         return [run for run in row["runs"] if not run["error"]]
-
-    def chart(self):
-        """The whole ladder at a glance, for each of the results."""
-        return self.part("chart")
 
     def measured(self, script, **predicted):
         """What was predicted for a script (speed, memory, loss) beside what was measured, with plots."""
@@ -333,15 +325,13 @@ class Site:
         times = axes("Time per step", [f"{row['median_ms']:,.1f} ms" for row in rows])
         losses = axes("Loss", [f"{self.good(row)[0]['losses'][-1]:.4f} at the last step" for row in rows])
         for place, row in enumerate(rows):
-            good = self.good(row)
-            first = 10 if len(good[0]["times_ms"]) >= 20 else len(good[0]["times_ms"]) // 2
-            steps = np.concatenate([run["times_ms"][first:] for run in good])
+            steps = np.concatenate([steady(run["times_ms"]) for run in self.good(row)])
             colour = (render.RUNG, render.PEER)[place]
             times.plot(
                 steps, place + spread.uniform(-0.25, 0.25, len(steps)), "o", color=colour, markersize=3, alpha=0.6
             )
             times.plot([row["median_ms"]] * 2, [place - 0.35, place + 0.35], color=render.INK)
-            losses.plot(good[0]["losses"], color=colour, linestyle=("-", "--")[place], label=names[place])
+            losses.plot(self.good(row)[0]["losses"], color=colour, linestyle=("-", "--")[place], label=names[place])
         times.set_xlabel("milliseconds per step; line: median")
         times.set_xlim(left=0)
         losses.set_xlabel("step")

@@ -245,6 +245,13 @@ def newest():
     return [folder for _, folder in sorted(found.values(), reverse=True)]
 
 
+def no_gpu(measured):
+    """What a reader should know of results that are all of CPUs; else nothing."""
+    if any(data["machine"]["device"] != "cpu" for data in measured):
+        return ""
+    return "No GPU has been measured for this repository yet, and what one gains cannot be read from a CPU."
+
+
 def section(folders):
     """The README's part on what was measured. Writes the figures that it shows."""
     parts, measured = [], {folder: read(folder / "ladder.json") for folder in folders}
@@ -260,11 +267,8 @@ def section(folders):
         links = [f"[{ALT[figure].lower()}](docs/img/{name}-{figure}.svg)" for figure in made if figure not in shown]
         links.append(f"[all that was measured](results/{name}/ladder.json)")
         parts += [f"**{where}**", " ".join(how), markdown(data), *images, f"More: {', '.join(links)}."]
-    if all(data["machine"]["device"] == "cpu" for data in measured.values()):
-        parts.insert(
-            0, "No GPU has been measured for this repository yet, and what one gains cannot be read from a CPU."
-        )
-    return "\n" + "".join(part.rstrip("\n") + "\n\n" for part in parts)
+    parts.insert(0, no_gpu(measured.values()))
+    return "\n" + "".join(part.rstrip("\n") + "\n\n" for part in parts if part)
 
 
 def main():
