@@ -53,6 +53,8 @@ diff-%:
 
 # The site is tested in a browser where there is one. CI has none to begin with.
 chromium:
-	@if [ "$$CI" = true ] && ! command -v chromium >/dev/null; then apt-get update && apt-get install -y --no-install-recommends chromium; fi
+	@if [ "$$CI" = true ] && ! command -v chromium && ! command -v google-chrome; then \
+		apt-get update && apt-get install -y --no-install-recommends chromium; \
+	fi
 
 .PHONY: chromium docs docs-figures help ladder readme run test
