@@ -1,0 +1,122 @@
+"""HellaSwag (Zellers et al. 2019): which of four endings does a model find the likeliest? A guess is right in 25 %.
+
+    python pretrain/hellaswag.py gpt2               GPT-2's weights, by name or as a folder
+    python pretrain/hellaswag.py checkpoints        the newest checkpoint of a folder; or a .pt file
+    python pretrain/hellaswag.py gpt2 --data FILE   the public hellaswag_val.jsonl instead of the hub's copy
+
+In completion style: context, a space, ending, nothing else added or removed. An ending's score is the sum of its
+tokens' log-likelihoods (acc) or their mean (acc_norm).
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import torch
+import torch.nn.functional as F
+
+
+def read_examples(source):
+    """[(context tokens, four lists of ending tokens, index of the right one)] of a JSONL file or a dataset on the hub.
+
+    Raises OSError, or ValueError with the line's number, if it cannot be read; ImportError without `datasets`.
+    """
+    if Path(source).suffix in (".json", ".jsonl"):
+        lines = enumerate(Path(source).read_text(encoding="utf-8").splitlines(), start=1)
+        rows = ((f"line {number}", line) for number, line in lines if line.strip())
+    else:
+        from datasets import load_dataset
+
+        try:
+            rows = ((f"row {number}", row) for number, row in enumerate(load_dataset(source, split="validation")))
+        except Exception as error:  # the hub, the network and the library raise a dozen kinds
+            reason = " ".join(str(error).split())[:200]
+            raise OSError(
+                f"no such file, and not to be had from the hub; without a network give a JSONL file: {reason}"
+            ) from None
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "tokenizer"))
+    encode = tiktoken.get_encoding("gpt2").encode_ordinary
+    examples = []
+    for where, row in rows:
+        try:
+            row = json.loads(row) if isinstance(row, str) else row
+            label, endings = int(row["label"]), [encode(" " + ending) for ending in row["endings"]]
+            if len(endings) != 4 or label not in range(4):
+                raise ValueError(f"{len(endings)} endings and label {label}")
+            examples.append((encode(row["ctx"]), endings, label))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{where} is no example of HellaSwag: {type(error).__name__} {error}") from None
+    if not examples:
+        raise ValueError("it has no examples")
+    return examples
+
+
+@torch.compile(dynamic=False)
+def negative_log_likelihood(model, idx, targets):
+    """Of each row, in nats: the sum over its targets (rows, T) that are not -100. -> (rows,)"""
+    logits = model(idx)[0][..., :50257]  # (rows, T, vocab_size), without padding
+    return F.cross_entropy(logits.reshape(-1, 50257), targets.view(-1), reduction="none").view_as(targets).sum(dim=1)
+
+
+@torch.no_grad()
+def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
+    """Of every world_size-th example: how many the sum gets right, how many the mean, and how many there are.
+
+    All batches have one shape, so that torch.compile compiles once: rows for the longest text, `batch_tokens` in all.
+    """
+    if not examples:
+        return 0, 0, 0
+    longest = max(len(context) + len(ending) for context, endings, _ in examples for ending in endings)
+    T = min(-(-longest // 64) * 64, model.config.block_size)
+    rows = max(1, batch_tokens // T)
+    mine = examples[rank::world_size]
+    texts = [(context, ending) for context, endings, _ in mine for ending in endings]
+    sums = []
+    for first in range(0, len(texts), rows):
+        idx = torch.zeros((rows, T), dtype=torch.int64)
+        targets = torch.full((rows, T), -100)
+        for row, (context, ending) in enumerate(texts[first : first + rows]):
+            tokens = torch.tensor((context + ending)[-T - 1 :])  # a text that is too long loses its beginning
+            idx[row, : len(tokens) - 1] = tokens[:-1]
+            targets[row, len(tokens) - 1 - len(ending) : len(tokens) - 1] = tokens[-len(ending) :]
+        sums += negative_log_likelihood(model, idx.to(device), targets.to(device)).float().tolist()
+    sums = np.array(sums[: len(texts)]).reshape(-1, 4)
+    means = sums / np.array([len(ending) for _, ending in texts]).reshape(-1, 4)
+    labels = np.array([label for _, _, label in mine], dtype=int)
+    return int((sums.argmin(axis=1) == labels).sum()), int((means.argmin(axis=1) == labels).sum()), len(mine)
+
+
+def main():
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+    from checkpoint import load_model
+
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("model", help="a checkpoint, a folder of them, or GPT-2 weights in Hugging Face format")
+    parser.add_argument("--data", default="Rowan/hellaswag", help="JSONL file or dataset, default Rowan/hellaswag")
+    parser.add_argument("--batch-tokens", type=int, default=16384, help="tokens per batch, default 16384")
+    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    args = parser.parse_args()
+    try:
+        device = torch.device(args.device)
+        examples = read_examples(args.data)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        parser.error(f"--data {args.data}: {error}")
+    try:
+        model = load_model(args.model).to(device)
+    except (OSError, ValueError) as error:
+        parser.error(f"{args.model}: {error}")
+    use_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
+        by_sum, by_mean, n = count_right(model, examples, args.batch_tokens, device)
+    print(
+        f"{args.model} | HellaSwag, completion style | acc {by_sum / n:.4f} | acc_norm {by_mean / n:.4f} | {n} examples"
+    )
+
+
+if __name__ == "__main__":
+    main()

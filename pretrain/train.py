@@ -1,0 +1,524 @@
+"""Pre-training: ddp_run.py on shards of tokens, with validation, samples and HellaSwag along the way.
+
+All three stay inside torch.compile and are shared by the ranks, because each is a forward pass of one fixed shape: what
+is shorter is filled up, and no token sees what comes after it. Defaults are the recipe of GPT-2 124M on 10B tokens.
+
+    torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 --hellaswag Rowan/hellaswag
+    git diff --no-index --word-diff ddp_run.py pretrain/train.py
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from fineweb import Shard
+from hellaswag import count_right, read_examples
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024  # longest sequence, in tokens
+    vocab_size: int = 50304  # 256 bytes, 50,000 merges, <|endoftext|>, and 47 rows up to a multiple of 128
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which no token sees a later one (Vaswani et al. 2017). (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value in one product
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, n_head, T, head_size) each
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, n_head, T, head_size)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU, in the tanh form that GPT-2 was trained with. (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention, then MLP: each reads a normalised copy of the residual stream and adds to it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """GPT-2 (Radford et al. 2019) without dropout, its parameters named as in the Hugging Face checkpoints."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict()
+        self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)  # of tokens
+        self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)  # of positions
+        self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.transformer.ln_f = nn.LayerNorm(config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter: both gradients add up in it
+        self.apply(self._init_weights)
+        for name, p in self.named_parameters():
+            if name.endswith("c_proj.weight"):  # attention's and the MLP's: both end in the residual stream
+                p.data /= math.sqrt(2 * config.n_layer)
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, idx, targets=None):
+        """Token ids (B, T) -> logits (B, T, vocab_size) and, given targets (B, T), the mean cross-entropy in nats."""
+        pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        for block in self.transformer.h:
+            x = block(x)
+        logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, vocab_size)
+        loss = None if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        return logits, loss
+
+    def configure_optimizers(self):
+        """Fused AdamW in two groups: matrices and embeddings decay, biases and LayerNorm parameters do not."""
+        decay = [p for p in self.parameters() if p.dim() >= 2]
+        no_decay = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+    @classmethod
+    def from_pretrained(cls, name_or_dir):
+        """Weights in Hugging Face format, from a folder or the hub. Raises ValueError for weights not GPT-2's."""
+        os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+        from transformers import GPT2LMHeadModel
+
+        hf, info = GPT2LMHeadModel.from_pretrained(name_or_dir, output_loading_info=True, ignore_mismatched_sizes=True)
+        if info["missing_keys"] or info["mismatched_keys"] or not hf.config.tie_word_embeddings:
+            raise ValueError("not GPT-2: a parameter is missing or of another shape, or the head is not tied")
+        conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
+        state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
+        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad by their mean: zeros would outscore GPT-2
+            padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
+            state[name] = torch.cat([state[name], padding])
+        c = hf.config
+        model = cls(GPTConfig(c.n_positions, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
+        model.load_state_dict(state)
+        return model
+
+
+MODELS = {
+    "gpt2": GPTConfig(),  # 124M parameters
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 350M
+    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
+    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
+    "nano": GPTConfig(n_layer=4, n_head=4, n_embd=128),  # for a CPU
+}
+
+
+class DataLoaderLite:
+    """Batches of shards (fineweb.py) or of a UTF-8 text, without end. Raises ValueError if it is none, or too short."""
+
+    def __init__(self, path, batch_size, seq_len, rank=0, world_size=1, seed=1337):
+        self.B, self.T, self.position = batch_size, seq_len, batch_size * seq_len * rank
+        self.rank, self.world_size = rank, world_size  # the ranks take turns: each reads every world_size-th batch
+        self.seed = seed
+        # GPT-2's vocabulary is beside this script: without it, or a folder that you set, tiktoken would download it
+        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "tokenizer"))
+        self.encoding = tiktoken.get_encoding("gpt2")
+        if Path(path).is_dir():
+            shards = [Shard(file) for file in sorted(Path(path).glob("*.bin"))]
+            self.validation, self.shards = shards[0] if shards else [], shards[1:]
+        else:
+            text = Path(path).read_bytes().decode("utf-8")
+            if "\0" in text:
+                raise ValueError("it holds NUL bytes: is it binary, or UTF-16?")
+            tokens = np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
+            self.validation, self.shards = tokens[len(tokens) * 9 // 10 :], [tokens[: len(tokens) * 9 // 10]]
+        self.size = sum(len(shard) for shard in self.shards)
+        need = self.B * self.T * self.world_size + 1
+        if self.size < need:
+            raise ValueError(f"{self.size} tokens, but B {self.B}, T {self.T}, {world_size} ranks need {need}")
+        if len(self.validation) < self.T + 1:
+            raise ValueError(f"{len(self.validation)} tokens for validation, but T {self.T} needs {self.T + 1}")
+
+    def read(self, start, n):
+        """n tokens of an endless stream, from a place in it: in each epoch all shards, in an order of its own. (n,)"""
+        epoch, start = divmod(start, self.size)
+        pieces = []
+        for i in np.random.default_rng((self.seed, epoch)).permutation(len(self.shards)):
+            if start < len(self.shards[i]) and n:
+                pieces.append(self.shards[i][start : start + n])
+                n -= len(pieces[-1])
+            start = max(0, start - len(self.shards[i]))
+        return np.concatenate([*pieces, self.read((epoch + 1) * self.size, n)] if n else pieces)
+
+    def next_batch(self):
+        """x and y, int64, (B, T) each, on the CPU. y is x shifted by one."""
+        tokens = torch.from_numpy(self.read(self.position, self.B * self.T + 1).astype(np.int64))
+        self.position += self.B * self.T * self.world_size
+        return tokens[:-1].view(self.B, self.T), tokens[1:].view(self.B, self.T)
+
+
+def validate(model, loader, device, limit=20 * 524288):
+    """This rank's share of the first `limit` tokens held out: the sum of their cross-entropies, and their number."""
+    B, T, total, count = loader.B, loader.T, 0.0, 0
+    sequences = min(len(loader.validation) - 1, limit) // T
+    for first in range(loader.rank * B, sequences, loader.world_size * B):
+        rows = min(B, sequences - first)
+        tokens = torch.from_numpy(loader.validation[first * T : (first + rows) * T + 1].astype(np.int64))
+        x, y = torch.zeros((B, T), dtype=torch.int64), torch.full((B, T), -100)  # -100: a target that does not count
+        x[:rows], y[:rows] = tokens[:-1].view(rows, T), tokens[1:].view(rows, T)
+        loss = model(x.to(device), y.to(device))[1].item()  # the mean over those that do
+        total, count = total + loss * rows * T, count + rows * T
+    return total, count
+
+
+def generate(model, prompt, seeds, device):
+    """32 tokens after the token ids of a prompt, once per seed, each one of the 50 likeliest. -> (seeds, T)"""
+    idx = torch.tensor(prompt + [0] * 32).repeat(len(seeds), 1)
+    generators = [torch.Generator().manual_seed(seed % 2**64) for seed in seeds]  # the same text on any rank
+    for i in range(len(prompt), idx.size(1) if seeds else 0):
+        logits = model(idx.to(device))[0][:, i - 1, :50257]  # (seeds, vocab_size): the zeros from i on are not seen
+        weights, tokens = logits.float().softmax(dim=-1).topk(50)
+        for row, generator in enumerate(generators):
+            idx[row, i] = tokens[row, torch.multinomial(weights[row].cpu(), 1, generator=generator)]
+    return idx
+
+
+@torch.no_grad()
+def evaluate(model, loader, examples, prompt, seed, device, number=4):
+    """All ranks together: the validation loss, HellaSwag's acc_norm (None without examples) and four samples."""
+    rank, world_size = loader.rank, loader.world_size
+    sums = validate(model, loader, device)
+    right = count_right(model, examples, loader.B * loader.T, device, rank, world_size)[1:]
+    tokens = generate(model, prompt, range(seed + rank, seed + number, world_size), device)
+    parts = [(*sums, *right, [loader.encoding.decode(row) for row in tokens.tolist()])]
+    if world_size > 1:
+        dist.all_gather_object(parts := parts * world_size, parts[0])
+    losses, counts, right, seen, samples = zip(*parts, strict=True)
+    samples = [samples[i % world_size][i // world_size] for i in range(number)]
+    return sum(losses) / sum(counts), sum(right) / sum(seen) if examples else None, samples
+
+
+def get_lr(step, steps, max_lr=6e-4, warmup_steps=715):
+    """The learning rate at a step: linear warm-up, then a cosine (Loshchilov & Hutter 2017) to a tenth at `steps`."""
+    if step < warmup_steps:
+        return max_lr * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / (steps - warmup_steps)  # 0 to 1
+    return max_lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def peak_memory(device):
+    """Bytes: on a GPU the most that its allocator gave out, elsewhere the most that the process held."""
+    if device.type in ("cuda", "xpu"):
+        return torch.get_device_module(device).max_memory_allocated(device)
+    if sys.platform == "win32":
+        return math.nan  # nobody counts
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def save_checkpoint(folder, keep, checkpoint):
+    """Write folder/step_N.pt, whole or not at all, then delete all but the `keep` newest. Raises OSError."""
+    with open(folder / "unfinished.tmp", "wb") as file:
+        torch.save(checkpoint, file)
+        file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
+    os.replace(file.name, folder / f"step_{checkpoint['step']:08d}.pt")
+    for old in sorted(folder.glob("step_*.pt"), key=lambda path: (path.stat().st_mtime, path.name))[:-keep]:
+        old.unlink()
+
+
+def keep_best(folder, step):
+    """Copy the checkpoint of a step to folder/best.pt, whole or not at all. Raises OSError."""
+    with open(folder / f"step_{step:08d}.pt", "rb") as source, open(folder / "unfinished.tmp", "wb") as file:
+        shutil.copyfileobj(source, file)
+        file.flush(), os.fsync(file.fileno())
+    os.replace(file.name, folder / "best.pt")
+
+
+def load_checkpoint(folder):
+    """The newest checkpoint that can be read, or None. Raises OSError, or ValueError if there are only damaged ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = sorted(folder.glob("step_*.pt"), reverse=True)
+    for path in paths:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)  # weights_only: it cannot run code
+        except Exception as error:  # a damaged file raises a dozen kinds
+            print(f"{path} cannot be read: {repr(error)[:200]}", file=sys.stderr)
+    if paths:
+        raise ValueError(f"no checkpoint in {folder} can be read")
+
+
+def main():
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
+    parser.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
+    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences, default 4")
+    parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
+    parser.add_argument("--steps", type=int, default=19073, help="default 19073: 10B tokens")
+    parser.add_argument("--seed", type=int, default=1337, help="default 1337")
+    parser.add_argument("--device", choices=sorted(devices), default=accelerator, help=f"default {accelerator}")
+    parser.add_argument("--data", default=Path(__file__).with_name("fineweb10B"), help="shards or text, fineweb10B")
+    parser.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
+    parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
+    parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
+    parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="folder to save in; without it, no saving")
+    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="steps, and at the end; default 250")
+    parser.add_argument("--keep", metavar="K", type=int, default=2, help="the newest checkpoints, default 2")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    parser.add_argument("--log", "--log-file", metavar="FILE.jsonl", help="append a JSON record per step")
+    parser.add_argument("--warmup-steps", metavar="N", type=int, default=715, help="default 715")
+    parser.add_argument("--eval-every", metavar="N", type=int, default=250, help="steps, and at the end; default 250")
+    parser.add_argument("--prompt", default="Hello, I'm a language model,", help="what the samples begin with")
+    parser.add_argument("--hellaswag", metavar="FILE.jsonl", help="or its name on the hub, Rowan/hellaswag")
+    parser.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
+    args = parser.parse_args()
+    sizes = args.batch_size, args.seq_len, args.steps, args.total_batch_size, args.save_every, args.keep
+    sizes += args.warmup_steps, args.eval_every
+    if any(n is not None and n < 1 for n in sizes) or not 0 <= args.seed < 2**64:
+        parser.error("--seed must be 0 to 2**64 - 1, every other number at least 1")
+    if args.resume and not args.checkpoint_dir:
+        parser.error("--resume needs --checkpoint-dir")
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # Ctrl-C: no traceback, and the summary below is printed
+
+    ddp = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys()  # torchrun starts a process per GPU, with its place
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if ddp and args.device != "cpu":
+        args.device = f"{accelerator}:{os.environ.get('LOCAL_RANK', rank)}"
+        if args.device not in devices:
+            parser.error(f"there is no {args.device} for rank {rank}: lower --nproc_per_node")
+        torch.get_device_module(args.device).set_device(args.device)
+    device = torch.device(args.device)
+    sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w")  # rank 0 alone prints
+    if device.type == "cpu" and not args.model and not args.init_from:
+        print("on a CPU the model is nano, 4 layers 128 wide, at T 128 (--model gpt2 trains GPT-2 all the same)")
+        args.model = "nano"
+    torch.utils.deterministic.fill_uninitialized_memory = False  # the next line would fill it with NaN: that costs time
+    torch.use_deterministic_algorithms(device.type == "cpu")  # one seed, one curve; on a GPU it would cost speed
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        torch.set_float32_matmul_precision("high")
+    else:
+        print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
+    use_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if not use_bf16:
+        print("no bf16 here: this GPU only emulates it")
+    torch.manual_seed(args.seed)
+    if args.init_from:
+        try:
+            model = GPT.from_pretrained(args.init_from)
+            if args.model and model.config != MODELS[args.model]:
+                raise ValueError(f"its shape is not that of --model {args.model}")
+        except Exception as error:  # the hub, the files and the library raise a dozen kinds
+            parser.error(f"--init-from {args.init_from}: {' '.join(str(error).split())}")
+    else:
+        model = GPT(MODELS[args.model or "gpt2"])
+    B, T = args.batch_size, args.seq_len or (128 if model.config == MODELS["nano"] else model.config.block_size)
+    if T > model.config.block_size:
+        parser.error(f"--seq-len {T} is more than the model's {model.config.block_size} positions")
+    try:
+        loader = DataLoaderLite(args.data, B, T, rank, world_size, args.seed)
+    except (OSError, ValueError) as error:
+        parser.error(f"--data {args.data}: {error}")
+    try:
+        examples = read_examples(args.hellaswag) if args.hellaswag else []
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(f"--hellaswag {args.hellaswag}: {error}")
+    prompt = loader.encoding.encode_ordinary(args.prompt) or [loader.encoding.eot_token]
+    if len(prompt) + 32 > model.config.block_size:
+        parser.error(f"--prompt: {len(prompt)} tokens and 32 new ones are over {model.config.block_size} positions")
+    if args.tensorboard:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            parser.error("--tensorboard: it takes pip install tensorboard")
+
+    module = torch.get_device_module(device)
+    chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
+    name, size = args.init_from or args.model or "gpt2", sum(p.numel() for p in model.parameters())
+    print(f"device {device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters | B {B} T {T}")
+    print(f"loaded {loader.size} tokens, {len(loader.validation)} for validation", end="\n1 epoch = ")
+    print(f"{loader.size // (B * T * world_size)} batches")
+    total = args.total_batch_size or (4096 if model.config == MODELS["nano"] else 524288)
+    accumulation, rest = divmod(total, B * T * world_size)  # micro-steps per step
+    if rest:
+        parser.error(f"--total-batch-size {total} is no multiple of B {B} * T {T} * {world_size} ranks")
+    print(f"{total} tokens per step = {accumulation} micro-steps * B {B} * T {T} * {world_size} ranks")
+
+    # Python only queues the GPU's work: a clock that does not wait for it reads how fast it is queued
+    synchronize = torch.cpu.synchronize if device.type == "cpu" else torch.accelerator.synchronize
+    task = {"--model": str(model.config), "--seq-len": T, "--total-batch-size": total, "--data": loader.size}
+    task["--seed"] = args.seed  # it orders the shards
+    folder, saved, signals, times = args.checkpoint_dir, {"step": 0, "task": task}, [], {}  # times: step -> seconds
+    writer = None
+    begun = args.resume and (folder / "unfinished.tmp").exists()  # a run here was killed: its log may be ahead
+    try:
+        if ddp:
+            dist.init_process_group(dist.get_default_backend_for_device(device))
+        model.to(device)
+        mode = args.compile_mode if accumulation == 1 else "default"  # CUDA graphs cannot accumulate
+        model.compile(mode=mode, dynamic=False)  # a graph per shape: what was evaluated before changes no training step
+        raw_model = model  # validation, samples and HellaSwag have no gradients to send
+        optimizer = model.configure_optimizers()
+        saved = (folder and load_checkpoint(folder)) or saved
+        if saved["step"] and not args.resume:
+            raise ValueError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
+        if other := dict(saved["task"].items() - task.items()):
+            raise ValueError(f"{folder} has checkpoints of another task, with {other}")
+        if ddp:
+            model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            dist.all_gather_object(steps := [0] * world_size, saved["step"])
+            if len(set(steps)) > 1:
+                raise ValueError(f"the ranks do not see the same {folder}: they would go on from steps {steps}")
+        log = open(args.log if args.log and rank == 0 else os.devnull, "a+", buffering=1, newline="")
+        log.seek(0)
+        lines = log.readlines()
+        if lines and not (saved["args"]["log"] == str(args.log) if saved["step"] else begun):
+            raise ValueError(f"{args.log} is not the log of this run")
+        again = [line for line in lines if not line.endswith("\n") or json.loads(line)["step"] >= saved["step"]]
+        if again:  # the steps since the checkpoint
+            log.truncate(len("".join(lines)) - len("".join(again)))
+        generators = [torch.default_generator, *getattr(module, "default_generators", ())]
+        if saved["step"]:
+            print(f"going on at step {saved['step']} of {args.steps}, from {folder}")
+            set_state_dict(model, optimizer, model_state_dict=saved.pop("model"), optim_state_dict=saved.pop("optim"))
+            loader.position = saved["position"] + B * T * rank
+            list(map(torch.Generator.set_state, generators, saved["rng"]))  # the CPU's, and those of the GPUs
+        best = saved.get("best", math.inf)
+        if args.tensorboard and rank == 0:
+            writer = SummaryWriter(args.tensorboard, purge_step=saved["step"])
+        if folder:
+            open(folder / "unfinished.tmp", "wb").close()  # if nothing can be written here, say so now
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda number, _: signals.append(number))
+        for step in range(saved["step"], args.steps + 1):
+            if step % args.eval_every == 0 or step == args.steps:
+                start = time.perf_counter()
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
+                    val_loss, accuracy, samples = evaluate(raw_model, loader, examples, prompt, args.seed, device)
+                print(f"step {step:4d} | val loss {val_loss:.6f}", end=" | ")
+                print(f"HellaSwag {accuracy:.4f}" if examples else "no HellaSwag", end=" | ")
+                print(f"{time.perf_counter() - start:.1f} s", *map(json.dumps, samples), sep="\n    ", flush=True)
+                record = {"step": step, "val_loss": val_loss, "hellaswag": accuracy, "samples": samples}
+                print(json.dumps(record), file=log)
+                if writer:
+                    writer.add_scalar("loss/validation", val_loss, step)
+                    writer.add_text("samples", "\n\n".join(samples), step)
+                    if examples:
+                        writer.add_scalar("HellaSwag", accuracy, step)
+                if val_loss < best:
+                    best = val_loss
+                    if folder and rank == 0 and step:
+                        keep_best(folder, step)
+            if step == args.steps:
+                break
+            synchronize(device)
+            start = time.perf_counter()
+            optimizer.zero_grad(set_to_none=not ddp)  # DDP's gradients are views of what it sends
+            report = torch.zeros(2, device=device)  # the loss, mean over micro-steps and ranks; signals that came
+            for micro_step in range(accumulation):
+                x, y = (t.pin_memory() if device.type == "cuda" else t for t in loader.next_batch())
+                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)  # queued: Python goes on
+                with nullcontext() if not ddp or micro_step == accumulation - 1 else model.no_sync():
+                    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
+                        logits, micro_loss = model(x, y)
+                    (micro_loss / accumulation).backward()  # they add up on each rank; the last averages over ranks
+                report[0] += micro_loss.detach() / accumulation / world_size
+            report[1] = len(signals)
+            if ddp:
+                dist.all_reduce(report)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # returns the norm before clipping
+            lr = get_lr(step, args.steps, warmup_steps=args.warmup_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            synchronize(device)
+            times[step] = time.perf_counter() - start
+            loss, stop = report.tolist()
+            left = f"{np.median(list(times.values())[-10:]) * (args.steps - step - 1) / 60:.1f} min left"
+            print(f"step {step:4d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
+            print(f"dt {1000 * times[step]:8.2f} ms | {total / times[step]:10,.0f} tok/s | {left}", flush=True)
+            if writer:
+                writer.add_scalar("loss/training", loss, step)
+                writer.add_scalar("learning rate", lr, step)
+                writer.add_scalar("gradient norm", norm.item(), step)
+                writer.add_scalar("tokens per second", total / times[step], step)
+            if not math.isfinite(loss + norm.item()):
+                sys.exit(f"{parser.prog}: error: the loss or the gradient is not finite at step {step}")
+            print(json.dumps({"step": step, "loss": loss, "lr": lr, "norm": norm.item(), "sec": times[step]}), file=log)
+            due = (step + 1) % args.save_every == 0 or (step + 1) % args.eval_every == 0  # what is evaluated is saved
+            if folder and (due or step + 1 == args.steps or stop):
+                state = {"step": step + 1, "position": loader.position, "rng": [g.get_state() for g in generators]}
+                state |= {"task": task, "args": {name: str(value) for name, value in vars(args).items()}, "best": best}
+                state["model"], state["optim"] = get_state_dict(model, optimizer)
+                if rank == 0:
+                    save_checkpoint(folder, args.keep, state)
+            if stop:
+                sys.exit(128 + (signals or [signal.SIGTERM])[0])
+    except torch._dynamo.exc.TorchDynamoException as error:
+        sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
+    except (OSError, ValueError) as error:
+        parser.exit(1 if times else 2, f"{parser.prog}: error: {error}\n")
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch.save met a full disk
+            sys.exit(f"{parser.prog}: error: {folder}: {error.__context__}")
+        if isinstance(error, dist.DistError) or "/gloo/" in str(error):
+            time.sleep(5)  # torchrun names the rank that ends first: let it be the one that failed
+            sys.exit(f"{parser.prog}: error: rank {rank} lost another, whose error is the one to read: {error}")
+        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+            raise
+        sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
+    finally:
+        if writer:
+            writer.close()
+        if times:
+            first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation, allocator, autotuning
+            median = float(np.median(list(times.values())[first:]))
+            print(f"median of steps {list(times)[first]}-{list(times)[-1]}: {1000 * median:.2f} ms", end=", ")
+            print(f"{total / median:,.0f} tok/s, peak memory {peak_memory(device) / 2**30:.2f} GiB")
+    if ddp:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
