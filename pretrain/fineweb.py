@@ -81,10 +81,13 @@ def write_shard(path, tokens):
 
 def open_texts(files, dataset, name, column):
     """A stream of rows with the one column: of local files, all of one kind, or of a dataset on the hub."""
-    from datasets import disable_progress_bars, load_dataset
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # or each of its tries is a warning
+    from datasets import disable_progress_bars, load_dataset, logging
 
     disable_progress_bars()
+    logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, by main()
     if not files:
+        print(f"reading {dataset} {name} from the hub", flush=True)
         return load_dataset(dataset, name, split="train", streaming=True).select_columns(column)
     kinds = {Path(file).suffix for file in files}
     builder = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(min(kinds))
@@ -178,14 +181,12 @@ def main():
         source |= {"shard_size": args.shard_size, "chunk": CHUNK}
         source |= {} if args.files else {"dataset": args.dataset, "name": args.name}
         args.out.mkdir(parents=True, exist_ok=True)
-        if progress.exists():
-            done = json.loads(progress.read_text(encoding="utf-8"))
-            if done["source"] != source:
-                raise ValueError(f"it was begun with {done['source']}, not {source}: use another folder")
-        elif any(args.out.glob("*.bin")):
-            raise ValueError("it has shards of something else: use another folder")
-        else:
+        done = json.loads(progress.read_text(encoding="utf-8")) if progress.exists() else {"source": "something else"}
+        if done["source"] != source:
+            if any(args.out.glob("*.bin")):
+                raise ValueError(f"it has shards of {done['source']}, not of {source}: use another folder")
             done = {"source": source, "shards": 0, "tokens": 0, "documents": 0, "before": None, "skip": 0, "end": False}
+            replace(progress, json.dumps(done).encode())
     except (OSError, ValueError) as error:
         parser.error(f"--out {args.out}: {error}")
     try:

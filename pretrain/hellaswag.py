@@ -11,6 +11,7 @@ tokens' log-likelihoods (acc) or their mean (acc_norm).
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -25,12 +26,14 @@ def read_examples(source):
 
     Raises OSError, or ValueError with the line's number, if it cannot be read; ImportError without `datasets`.
     """
-    if Path(source).suffix in (".json", ".jsonl"):
+    if Path(source).exists() or Path(source).suffix in (".json", ".jsonl"):
         lines = enumerate(Path(source).read_text(encoding="utf-8").splitlines(), start=1)
         rows = ((f"line {number}", line) for number, line in lines if line.strip())
     else:
-        from datasets import load_dataset
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # or each of its tries is a warning
+        from datasets import disable_progress_bars, load_dataset
 
+        disable_progress_bars()
         try:
             rows = ((f"row {number}", row) for number, row in enumerate(load_dataset(source, split="validation")))
         except Exception as error:  # the hub, the network and the library raise a dozen kinds
@@ -101,18 +104,32 @@ def main():
     parser.add_argument("--batch-tokens", type=int, default=16384, help="tokens per batch, default 16384")
     parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
     args = parser.parse_args()
+    if args.batch_tokens < 1:
+        parser.error("--batch-tokens must be at least 1")
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     try:
-        device = torch.device(args.device)
         examples = read_examples(args.data)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         parser.error(f"--data {args.data}: {error}")
     try:
-        model = load_model(args.model).to(device)
-    except (OSError, ValueError) as error:
+        model = load_model(args.model)
+    except ValueError as error:
         parser.error(f"{args.model}: {error}")
+    try:
+        device = torch.device(args.device)
+        model.to(device)
+    except (AssertionError, RuntimeError) as error:  # torch's way to say that there is no such device
+        parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")
     use_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-        by_sum, by_mean, n = count_right(model, examples, args.batch_tokens, device)
+    try:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
+            by_sum, by_mean, n = count_right(model, examples, args.batch_tokens, device)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
+    except RuntimeError as error:
+        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+            raise
+        sys.exit(f"{parser.prog}: error: out of memory: lower --batch-tokens")
     print(
         f"{args.model} | HellaSwag, completion style | acc {by_sum / n:.4f} | acc_norm {by_mean / n:.4f} | {n} examples"
     )

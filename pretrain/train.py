@@ -218,9 +218,9 @@ def generate(model, prompt, seeds, device):
     generators = [torch.Generator().manual_seed(seed % 2**64) for seed in seeds]  # the same text on any rank
     for i in range(len(prompt), idx.size(1) if seeds else 0):
         logits = model(idx.to(device))[0][:, i - 1, :50257]  # (seeds, vocab_size): the zeros from i on are not seen
-        weights, tokens = logits.float().softmax(dim=-1).topk(50)
+        weights, tokens = (t.cpu() for t in logits.float().softmax(dim=-1).topk(50))  # (seeds, 50)
         for row, generator in enumerate(generators):
-            idx[row, i] = tokens[row, torch.multinomial(weights[row].cpu(), 1, generator=generator)]
+            idx[row, i] = tokens[row, torch.multinomial(weights[row], 1, generator=generator)]
     return idx
 
 

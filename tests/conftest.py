@@ -17,12 +17,15 @@ from ladder import ROOT, load, read_ladder
 from torch import nn
 
 RUNGS = {rung.file: rung for rung in read_ladder()}
-SCRIPTS = list(RUNGS)
+SCRIPTS = [
+    script for script in RUNGS if not script.startswith("pretrain/")
+]  # that one reads other data: test_pretrain.py
+FP16 = "branches/fp16_grad_scaler.py"
 STEP = re.compile(
     r"step (?P<step>[ \d]{4}) \| loss (?P<loss>\d+\.\d{6}) \| "
-    r"(?:lr (?P<lr>\d\.\d{4}e-\d\d) \| )?(?:norm (?P<norm>\d+\.\d{4}) \| )?"
+    r"(?:lr (?P<lr>\d\.\d{4}e-\d\d) \| )?(?:norm (?P<norm>\d+\.\d{4}|inf|nan) \| )?"
     r"dt (?P<ms>[ \d]{5}\.\d\d) ms \| (?P<rate>[ \d,]{10}) tok/s"
-    r"(?: \| (?P<left>\d+\.\d) min left)?"
+    r"(?: \| (?P<left>\d+\.\d) min left)?(?: \| scale (?P<scale>\d+))?(?P<skipped> \| skipped)?"
 )
 SUMMARY = re.compile(
     r"median of steps (?P<first>\d+)-(?P<last>\d+): (?P<ms>\d+\.\d\d) ms, (?P<rate>[\d,]+) tok/s, "
@@ -36,7 +39,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
 
 
-def since(rung, end=None):
+def since(rung, end=None, among=SCRIPTS):
     """The scripts that stand on a rung, given by its number or its file, and not on another one."""
     first, last = (SCRIPTS[which] if isinstance(which, int) else which for which in (rung, end))
 
@@ -45,7 +48,12 @@ def since(rung, end=None):
             script = RUNGS[script].before
         return script is not None
 
-    return [script for script in SCRIPTS if stands_on(script, first) and not (last and stands_on(script, last))]
+    return [script for script in among if stands_on(script, first) and not (last and stands_on(script, last))]
+
+
+def clips():
+    """The scripts that clip the gradient and print its norm."""
+    return [*since(8), FP16]
 
 
 def nano(script, seed=1337):
@@ -152,6 +160,7 @@ def watch(script, *args, device="cpu", compiled=False, autocast=True, **environm
             signal.signal(signal.SIGINT, signal.default_int_handler)  # main() sets its own
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
     steps.pop()  # what came after the last step's second clock
+    steps = [step for step in steps if "forward" in step.events]  # pretrain/train.py times its evaluations, too
     for step, line in zip(steps, STEP.finditer(output.getvalue()), strict=True):
         assert step.after, "no step of AdamW was seen"
         step.printed = line.groupdict()

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urljoin, urlparse
 
 import pytest
 import render
-from conftest import ROOT, RUNGS, SCRIPTS
+from conftest import ROOT, RUNGS
 from ladder import PLAIN_GIT, changed_lines, split
 from test_mistakes import MISTAKES
 
@@ -20,6 +20,7 @@ from bs4 import BeautifulSoup  # noqa: E402
 
 import docs  # noqa: E402
 
+SCRIPTS = list(RUNGS)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAIRS = [(before, after) for i, after in enumerate(SCRIPTS) for before in SCRIPTS[:i]]
 RUNG_PAGES = [docs.page(script) for script in SCRIPTS]

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, RUNGS, SCRIPTS, load, nano, save_gpt2, since, watch
+from conftest import FP16, ROOT, RUNGS, SCRIPTS, clips, load, nano, save_gpt2, since, watch
 from torch import nn
 
-BF16, TF32 = 2**-7, 2**-10  # how far apart such numbers are at 1
+BF16, TF32, FP16_SPACING = 2**-7, 2**-10, 2**-10  # how far apart such numbers are at 1
 FLOAT32 = 2**-20  # eight times that: the sums are in float32 too
 
 
@@ -62,12 +62,12 @@ def test_the_first_step_is_that_of_the_rung_before_in_float32(script, steps):
         gradients["transformer.wte.weight"] = gradients["transformer.wte.weight"] + gradients.pop("lm_head.weight")
     if script == SCRIPTS[7]:  # 47 more logits share the probability: each is the mean of the others
         loss, bound = math.log(50304 / 50257), 47 / 50257
-    if script == SCRIPTS[8]:  # the global norm is cut to 1
+    if script in (SCRIPTS[8], FP16):  # the global norm is cut to 1
         norm = math.sqrt(sum(np.square(grad.double().numpy()).sum() for grad in gradients.values()))
         assert norm > 1.5
         gradients, bound = {name: grad / norm for name, grad in gradients.items()}, 1e-4  # as exact as float32 adds
-    if script in since(8):  # clipping hides by how much the gradient is off: the norm before it does not
-        norm = norm if script == SCRIPTS[8] else float(before.printed["norm"])
+    if script in clips():  # clipping hides by how much the gradient is off: the norm before it does not
+        norm = float(before.printed["norm"]) if before.printed["norm"] else norm
         assert float(after.printed["norm"]) == pytest.approx(norm, rel=1e-4)
     assert error(after.logits[0][..., :50257], before.logits[0][..., :50257]) <= 1e-5
     assert after.losses[0] == pytest.approx(before.losses[0], abs=loss)
@@ -86,13 +86,15 @@ def is_as_precise(step, exact, dtype, spacing):
     assert off <= 2 * spacing and (off >= spacing / 4 or spacing == FLOAT32)
     assert step.losses[0] == pytest.approx(exact.loss, rel=max(spacing / 16, 1e-6))  # the loss is float32
     for name, grad in exact.gradients.items():
-        assert error(step.grads[name].cpu(), grad) <= 4 * spacing, name
+        scale = float(step.printed["norm"] or 1)  # by which clipping divided it
+        assert error(step.grads[name].cpu() * scale, grad) <= 4 * spacing, name
         assert step.grads[name].dtype == step.after[name].dtype == torch.float32
 
 
 @pytest.mark.parametrize("script", since(1, 7))
 def test_the_error_is_that_of_the_precision(script, steps, exact):
     precision = (torch.bfloat16, BF16) if script in since(3) else (torch.float32, FLOAT32)
+    precision = (torch.float16, FP16_SPACING) if script == FP16 else precision
     is_as_precise(steps(script)[0], exact, *precision)
 
 
@@ -106,7 +108,9 @@ def test_later_rungs_compute_in_bf16_too(script, steps):
 @pytest.mark.gpu
 @pytest.mark.parametrize("script", since(1, 7))
 def test_the_error_is_that_of_the_precision_on_a_gpu(script, steps, exact):
-    if script in since(3):
+    if script == FP16:
+        precision = torch.float16, FP16_SPACING
+    elif script in since(3):
         precision = torch.bfloat16, BF16
     else:
         ampere = torch.cuda.get_device_capability() >= (8, 0)

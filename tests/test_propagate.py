@@ -6,8 +6,9 @@ import sys
 
 import propagate
 import pytest
-from conftest import ROOT, RUNGS, SCRIPTS, since
+from conftest import ROOT, RUNGS, since
 
+SCRIPTS = list(RUNGS)
 SHARED = "# of tokens\n", "# one row for each token of the vocabulary\n"  # a line that all scripts have
 GONE = "att = q @ k", "att = k @ q"  # a line that rung 06 takes out
 
@@ -42,6 +43,11 @@ class Clone:
         (self.root / script).write_text(text.replace(old, new), encoding="utf-8")
 
 
+def above(number):
+    """The scripts that stand on a rung."""
+    return since(number, among=SCRIPTS)[1:]
+
+
 def says(scripts, what):
     return [f"{script}: {what}" for script in scripts]
 
@@ -51,10 +57,10 @@ def test_an_edit_reaches_every_later_file_and_nothing_else_changes(clone):
     clone.edit("speedup_03_bf16.py", *SHARED)
     done = clone.propagate("speedup_03_bf16.py")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == says(SCRIPTS[4:], "carried")
-    after = {script: text.replace(*SHARED) for script, text in before.items() if script in SCRIPTS[3:]}
+    assert done.stdout.splitlines() == says(above(3), "carried")
+    after = {script: text.replace(*SHARED) for script, text in before.items() if script in since(3, among=SCRIPTS)}
     assert clone.texts() == before | after
-    assert clone.propagate("speedup_03_bf16.py").stdout.splitlines() == says(SCRIPTS[4:], "had it")
+    assert clone.propagate("speedup_03_bf16.py").stdout.splitlines() == says(above(3), "had it")
     assert clone.texts() == before | after
 
 
@@ -63,7 +69,7 @@ def test_down_reaches_the_earlier_files_as_well(clone):
     clone.edit("speedup_03_bf16.py", *SHARED)
     done = clone.propagate("--down", "./speedup_03_bf16.py")
     assert done.returncode == 0
-    assert done.stdout.splitlines() == says(SCRIPTS[2::-1] + SCRIPTS[4:], "carried")
+    assert done.stdout.splitlines() == says(SCRIPTS[2::-1] + above(3), "carried")
     assert clone.texts() == {script: text.replace(*SHARED) for script, text in before.items()}
 
 
@@ -73,7 +79,7 @@ def test_check_says_who_lags_behind_and_changes_nothing(clone):
     before = clone.texts()
     done = clone.propagate("--check", "speedup_08_adamw_clip.py")
     assert done.returncode == 1
-    lag = [f"{SCRIPTS[9]}: has it", *says(SCRIPTS[10:], "lags behind")]
+    lag = [f"{SCRIPTS[9]}: has it", *says(above(9), "lags behind")]
     assert done.stdout.splitlines() == lag
     assert clone.texts() == before
     clone.propagate("speedup_08_adamw_clip.py")
@@ -112,8 +118,8 @@ def test_it_stops_at_a_conflict_and_goes_on_from_there(clone):
     ours = marked[start:end].split("=======\n")[0].split("\n", 1)[1]
     (clone.root / SCRIPTS[6]).write_text(marked[:start] + ours + marked[end:].split("\n", 1)[1], encoding="utf-8")
     done = clone.propagate(SCRIPTS[6])
-    assert done.stdout.splitlines() == says(SCRIPTS[7:], "carried")
-    later = {script: text.replace(*SHARED) for script, text in before.items() if script in SCRIPTS[6:]}
+    assert done.stdout.splitlines() == says(above(6), "carried")
+    later = {script: text.replace(*SHARED) for script, text in before.items() if script in since(6, among=SCRIPTS)}
     assert clone.texts() == texts | later
     assert clone.propagate("--check", SCRIPTS[6]).returncode == 0
 
@@ -131,7 +137,7 @@ def test_on_the_way_down_it_stops_where_the_line_began(clone):
     ]
     clone.git("restore", SCRIPTS[5])  # mended: it has no such line
     assert "nothing to carry" in clone.propagate("--down", SCRIPTS[5]).stdout
-    assert clone.propagate(SCRIPTS[6]).stdout.splitlines() == says(SCRIPTS[7:], "carried")
+    assert clone.propagate(SCRIPTS[6]).stdout.splitlines() == says(above(6), "carried")
     assert all(clone.texts()[script] == before[script] for script in SCRIPTS[:6])
 
 
@@ -158,7 +164,9 @@ def test_an_edit_that_was_carried_is_corrected_by_restoring_the_others(clone):
     assert refused.returncode == 2 and f"{SCRIPTS[10]} has uncommitted changes of its own" in refused.stderr
     clone.git("restore", *SCRIPTS[10:])
     assert clone.propagate(SCRIPTS[9]).returncode == 0
-    corrected = {script: before[script].replace(SHARED[0], "# one row per token\n") for script in SCRIPTS[9:]}
+    corrected = {
+        script: before[script].replace(SHARED[0], "# one row per token\n") for script in since(9, among=SCRIPTS)
+    }
     assert clone.texts() == before | corrected
 
 
@@ -185,7 +193,7 @@ def test_the_idea_of_a_new_rung_reaches_the_files_above_it(clone):
     before = clone.texts()
     assert clone.propagate("--down", "speedup_99_trial.py").returncode == 2  # an idea goes up
     done = clone.propagate("speedup_99_trial.py")
-    above = since("ddp_run.py")
+    above = since("ddp_run.py", among=SCRIPTS)
     assert (done.returncode, done.stdout.splitlines()) == (0, says(above, "carried"))
     assert clone.texts() == before | {script: before[script].replace(old, new) for script in above}
 

@@ -6,7 +6,7 @@ import shutil
 import statistics
 
 import pytest
-from conftest import ROOT, SCRIPTS, STEP, SUMMARY, since
+from conftest import FP16, ROOT, SCRIPTS, STEP, SUMMARY, clips, since
 
 PARAMETERS = {"baseline.py": 13_790_208} | dict.fromkeys(since(1, 7), 7_357_312) | dict.fromkeys(since(7), 7_363_328)
 
@@ -56,9 +56,10 @@ def test_the_lines_are_those_of_the_contract(runs, script):
         step = STEP.fullmatch(line)
         assert step, line
         assert int(step["step"]) == number
-        assert (step["norm"] is not None) == (script in since(8))
+        assert (step["norm"] is not None) == (script in clips())
         assert (step["lr"] is not None) == (script in since(9))
         assert (step["left"] is not None) == (script in since("ddp_run.py"))
+        assert step["scale"] == ("65536" if script == FP16 else None) and not step["skipped"]
         ms, rate = float(step["ms"]), float(step["rate"].replace(",", ""))
         assert rate == pytest.approx(tokens / (ms / 1000), rel=1e-3, abs=1)  # tokens per SECOND
         times.append(ms)

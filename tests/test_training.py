@@ -6,7 +6,7 @@ import socket
 
 import pytest
 import torch
-from conftest import SCRIPTS, load, nano, since, watch
+from conftest import SCRIPTS, clips, load, nano, since, watch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,14 +74,14 @@ def test_modes_with_cuda_graphs_are_not_used_where_gradients_add_up(monkeypatch)
     assert modes == ["reduce-overhead", "default"]
 
 
-@pytest.mark.parametrize("script", since(8))
+@pytest.mark.parametrize("script", clips())
 def test_the_gradient_is_clipped_to_a_norm_of_1_before_the_step(script):
     for step in train(script, 3):
         assert float(step.printed["norm"]) > 1.5  # the norm before clipping, and there was something to clip
         assert step.norm == pytest.approx(1.0, abs=1e-4)
 
 
-@pytest.mark.parametrize("script", since(8))
+@pytest.mark.parametrize("script", clips())
 def test_a_norm_under_1_is_left_alone(script, monkeypatch):
     forward = load(script).GPT.forward
 

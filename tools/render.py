@@ -211,16 +211,20 @@ def svg(figure):
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
 
 
-def draw(data, folder, prefix=""):
-    """Write the figures as SVG that is dark where the reader's browser is, and return their names."""
+def write_svg(figure, path):
+    """A figure as an SVG file that is dark where the reader's browser is."""
     swap = "".join(f'[style*="{light}"]{{fill:{dark}}}' for light, dark in DARK.items())
     swap += f'[style*="stroke: {INK}"]{{stroke:{DARK[INK]}}}'
     swap = f"<style>@media (prefers-color-scheme: dark){{{swap.replace('}', ' !important}')}}}</style>"
+    path.write_text(svg(figure).replace("</svg>", f"{swap}</svg>"), encoding="utf-8")
+
+
+def draw(data, folder, prefix=""):
+    """Write the figures of a measurement, and return their names."""
     folder.mkdir(parents=True, exist_ok=True)
     made = figures(data)
     for name, figure in made.items():
-        text = svg(figure).replace("</svg>", f"{swap}</svg>")
-        (folder / f"{prefix}{name}.svg").write_text(text, encoding="utf-8")
+        write_svg(figure, folder / f"{prefix}{name}.svg")
     return list(made)
 
 

@@ -1,0 +1,148 @@
+"""Attention alone: written out as up to rung 05, beside every kernel of rung 06's F.scaled_dot_product_attention.
+
+Time and memory of forward, and of forward and backward, by sequence length, on any device. The scores that are written
+out grow with T * T; kernels of the FlashAttention kind (Dao et al. 2022) never have all of them at once.
+
+    python branches/attention_bench.py
+    git diff --no-index --word-diff speedup_05_compile.py speedup_06_flash_attn.py    the same change, in the model
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import platform
+import statistics
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.benchmark import Timer
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
+
+
+@functools.cache
+def causal_mask(T, device):
+    """True where a token may look, (T, T): made once, as the model's is."""
+    return torch.ones(T, T, dtype=torch.bool, device=device).tril()
+
+
+def written_out(q, k, v):
+    """Causal attention of q, k and v, (B, n_head, T, head_size) each, in the lines of rung 05. -> the same shape"""
+    mask = causal_mask(q.size(2), q.device)
+    att = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, n_head, T, T)
+    att = att.masked_fill(~mask, float("-inf"))
+    return F.softmax(att, dim=-1) @ v
+
+
+def by(backend):
+    """Attention by one kernel of PyTorch. What it returns raises RuntimeError where the device has no such kernel."""
+
+    def attention(q, k, v):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return attention
+
+
+ATTENTION = {
+    "written out": written_out,
+    "math": by(SDPBackend.MATH),
+    "flash": by(SDPBackend.FLASH_ATTENTION),
+    "memory-efficient": by(SDPBackend.EFFICIENT_ATTENTION),
+    "cuDNN": by(SDPBackend.CUDNN_ATTENTION),
+}
+
+
+def passes(attention, q, k, v):
+    """The two things that are timed: the forward pass alone, and with the backward pass of a gradient of ones."""
+
+    def forward():
+        with torch.no_grad():
+            return attention(q, k, v)
+
+    def both():
+        return torch.autograd.grad(attention(q, k, v), (q, k, v), torch.ones_like(q))
+
+    return forward, both
+
+
+def peak_bytes(function, device):
+    """The most that a call holds at once, beyond its inputs; nan where PyTorch does not count it."""
+    if device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        module.reset_peak_memory_stats(device)
+        before = module.memory_allocated(device)
+        function()
+        return module.max_memory_allocated(device) - before
+    if device.type != "cpu":
+        return math.nan
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells of its every start and stop
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    found = [event["args"] for event in sorted(events, key=lambda e: e.get("ts", 0)) if event["name"] == "[memory]"]
+    return max(event["Total Allocated"] for event in found) - found[0]["Total Allocated"] + found[0]["Bytes"]
+
+
+def main():
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("--seq-lens", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], help="T, tokens")
+    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences, default 4")
+    parser.add_argument("--heads", type=int, default=12, help="default 12, as GPT-2 124M")
+    parser.add_argument("--head-size", type=int, default=64, help="default 64")
+    parser.add_argument("--dtype", choices=DTYPES, help="default bf16; fp16 on a GPU that only emulates bf16")
+    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    args = parser.parse_args()
+    B, n_head, head_size = args.batch_size, args.heads, args.head_size
+    if min(B, n_head, head_size, *args.seq_lens) < 1:
+        parser.error("every number must be at least 1")
+    try:
+        device = torch.device(args.device)
+        torch.zeros(1, device=device)
+    except (AssertionError, RuntimeError) as error:  # torch's way to say that there is no such device
+        parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")
+    emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    name = args.dtype or ("fp16" if emulated else "bf16")
+    module = torch.get_device_module(device)
+    chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
+    print(f"device {device} ({chip}) | torch {torch.__version__} | {name} | B {B}, {n_head} heads of {head_size}")
+    print("ms: median of 3 rounds in turns (least-largest) and times as fast as written out; MiB: held at most")
+    print(f"{'T':>6}  {'attention':16} {'forward':>10} {'':28} {'and backward':>12} {'':25} {'MiB':>9}")
+    warnings.filterwarnings("ignore")  # why a kernel does not run: it is left out below
+    for T in args.seq_lens:
+        shape = B, n_head, T, head_size
+        q, k, v = (torch.randn(shape, device=device, dtype=DTYPES[name], requires_grad=True) for _ in range(3))
+        memory, times, missing = {}, {}, {}
+        for kind, attention in ATTENTION.items():
+            try:
+                passes(attention, q, k, v)[1]()  # the first call loads kernels
+                memory[kind] = peak_bytes(passes(attention, q, k, v)[1], device) / 2**20
+            except RuntimeError as error:  # no such kernel for this device and dtype, or too much for the memory
+                full = "out of memory" in str(error) or "can't allocate memory" in str(error)
+                missing[kind] = "out of memory" if full else "no such kernel here"
+        for _ in range(3):
+            for kind in memory:
+                for i, function in enumerate(passes(ATTENTION[kind], q, k, v)):
+                    timer = Timer("f()", globals={"f": function}, num_threads=torch.get_num_threads())
+                    times.setdefault((kind, i), []).append(1000 * timer.blocked_autorange(min_run_time=0.2).median)
+        for kind in ATTENTION:
+            cells = []
+            for i in range(2 if kind in memory else 0):
+                median, first = statistics.median(times[kind, i]), times.get(("written out", i), [math.nan])
+                spread = f"({min(times[kind, i]):.3f}-{max(times[kind, i]):.3f})"
+                cells.append(f"{median:10.3f} {spread:19} {statistics.median(first) / median:5.2f} x")
+            row = f"{'  '.join(cells)} {memory[kind]:9.1f}" if cells else f"{missing[kind]:>28}"
+            print(f"{T:6}  {kind:16} {row}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The side branches that need more than what is proven of every script: fp16 with its scaler, attention by itself."""
+
+import math
+import re
+import signal
+
+import attention_bench as bench
+import pytest
+import torch
+from conftest import FP16, ROOT, STEP, load
+
+
+def train(monkeypatch, capsys, steps, blow_up=()):
+    """Run fp16_grad_scaler.py here: (its steps as printed, the weights that AdamW left in each step that it took)."""
+    module, left, calls = load(FP16), [], []
+    forward, step = module.GPT.forward, torch.optim.AdamW.step
+
+    def forward_and_blow_up(model, *inputs):
+        logits, loss = forward(model, *inputs)
+        calls.append(model)
+        return logits, loss * (1e5 if len(calls) - 1 in blow_up else 1)  # times 65536: beyond fp16, and the loss is not
+
+    def step_and_look(optimizer, *args, **kwargs):
+        step(optimizer, *args, **kwargs)
+        left.append([p.detach().clone() for p in calls[0].parameters()])
+
+    monkeypatch.setattr(module.GPT, "forward", forward_and_blow_up)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step_and_look)
+    args = ["--steps", str(steps), "--batch-size", "1", "--seq-len", "16", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", [FP16, *args])
+    try:
+        module.main()
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    printed = capsys.readouterr().out
+    lines = [STEP.fullmatch(line).groupdict() for line in printed.splitlines() if line.startswith("step ")]
+    left.append([p.detach().clone() for p in calls[0].parameters()])
+    return lines, left
+
+
+def test_a_step_whose_gradient_overflows_is_skipped_and_said(monkeypatch, capsys):
+    lines, left = train(monkeypatch, capsys, 4, blow_up=(1, 3))
+    assert [bool(line["skipped"]) for line in lines] == [False, True, False, True]
+    assert [line["scale"] for line in lines] == ["65536", "32768", "32768", "16384"]
+    assert not math.isfinite(float(lines[1]["norm"])) and math.isfinite(float(lines[2]["norm"]))
+    assert len(left) == 2 + 1  # AdamW took steps 0 and 2, and the last one changed nothing after it
+    assert any(not torch.equal(a, b) for a, b in zip(left[0], left[1], strict=True))
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(left[1], left[2], strict=True))
+
+
+def test_it_learns(monkeypatch, capsys):
+    """A public notebook's scaler never meets its optimizer: there the loss stays at 10.93 for 50 steps."""
+    lines, _ = train(monkeypatch, capsys, 30)
+    losses = [float(line["loss"]) for line in lines]
+    assert not any(line["skipped"] for line in lines)
+    assert sum(losses[-5:]) / 5 < losses[0] - 0.5
+
+
+SHAPE = 2, 3, 33, 8
+
+
+@pytest.mark.parametrize("kind", bench.ATTENTION)
+def test_every_attention_computes_the_same(kind):
+    torch.manual_seed(0)
+    exact = [torch.randn(SHAPE, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    expected = bench.written_out(*exact)
+    gradients = torch.autograd.grad(expected, exact, torch.ones_like(expected))
+    inputs = [tensor.detach().float().requires_grad_() for tensor in exact]
+    try:
+        forward, both = bench.passes(bench.ATTENTION[kind], *inputs)
+        torch.testing.assert_close(forward().double(), expected.detach(), atol=1e-5, rtol=1e-5)
+    except RuntimeError as error:
+        if kind in ("written out", "math", "flash"):
+            raise
+        pytest.skip(f"no {kind} kernel here: {str(error)[:60]}")
+    for ours, theirs in zip(both(), gradients, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_written_out_are_the_lines_of_rung_05():
+    rung, ours = (
+        (ROOT / file).read_text(encoding="utf-8") for file in ("speedup_05_compile.py", "branches/attention_bench.py")
+    )
+    lines = re.search(r"        att = q @ .*\n.*\n        y = (.*?)  #", rung)[0].replace("self.mask[:T, :T]", "mask")
+    product, masked, weighted = (line.strip() for line in lines.splitlines())
+    for line in (product, masked, weighted.replace("y =", "return").removesuffix("  #")):
+        assert f"    {line}\n" in ours, line
+
+
+@pytest.mark.parametrize("fill, peak", [((1000,), 4000), ((1000, 500), 6000), ((3000, "free", 100), 12000)])
+def test_the_peak_counts_what_is_held_at_once(fill, peak):
+    def use():
+        held = []
+        for size in fill:
+            if size == "free":
+                held.clear()
+            else:
+                held.append(torch.empty(size))
+
+    assert bench.peak_bytes(use, torch.device("cpu")) == peak
+
+
+def test_the_bench_prints_a_row_for_each_attention_and_length(run):
+    done = run("branches/attention_bench.py", "--seq-lens", 16, 64, "--batch-size", 1, "--heads", 2)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    rows = [line for line in done.stdout.splitlines() if re.match(r" +\d+  \w", line)]
+    assert [row.split()[0] for row in rows] == ["16"] * 5 + ["64"] * 5
+    for row in rows:
+        if "no such kernel" not in row:
+            numbers = re.findall(r"(\d+\.\d{3}) \((\d+\.\d{3})-(\d+\.\d{3})\) +(\d+\.\d\d) x", row)
+            assert len(numbers) == 2, row
+            for median, least, largest, ratio in numbers:
+                assert float(least) <= float(median) <= float(largest)
+                assert ratio == "1.00" or "written out" not in row
+    assert sum("no such kernel" not in row for row in rows) >= 6
+
+
+@pytest.mark.parametrize("wrong", [["--device", "cuda:99"], ["--batch-size", "0"], ["--dtype", "fp8"]])
+def test_the_bench_refuses_in_one_line(run, wrong):
+    done = run("branches/attention_bench.py", *wrong)
+    assert done.returncode == 2
+    assert re.fullmatch(r"attention_bench.py: error: .*\n", done.stderr), done.stderr
+
+
+@pytest.mark.gpu
+def test_fp16_trains_on_a_gpu_and_the_bench_counts_its_memory(run):
+    done = run(FP16, "--steps", 20)
+    assert done.returncode == 0 and done.losses[-1] < done.losses[0] - 1
+    done = run("branches/attention_bench.py", "--seq-lens", 512, 1024)
+    assert done.returncode == 0 and "nan" not in done.stdout

@@ -1,0 +1,72 @@
+"""A checkpoint as a folder in Hugging Face format:  python tools/export_hf.py checkpoints my-gpt2
+
+AutoModelForCausalLM.from_pretrained("my-gpt2") loads it, and so does --init-from my-gpt2 of every script here.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from checkpoint import load_model
+from ladder import ROOT
+
+TOKENIZER = {  # under the names that tiktoken looks for (tokenizer/README.md)
+    "vocab.json": "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
+    "merges.txt": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+}
+
+
+def to_hf(model):
+    """A GPT as a transformers.GPT2LMHeadModel: the vocabulary cut back to 50257, no dropout, as it was trained."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    c = model.config
+    shape = {"n_positions": c.block_size, "n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
+    hf = GPT2LMHeadModel(GPT2Config(vocab_size=50257, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **shape))
+    conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out), as the reverse of from_pretrained
+    state = {name: w.t() if name.endswith(conv1d) else w for name, w in model.state_dict().items()}
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        state[name] = state[name][:50257]
+    hf.load_state_dict(state)
+    return hf.eval()
+
+
+def export(model, folder):
+    """Weights (safetensors), configuration and GPT-2's tokenizer, into a new folder. Raises OSError."""
+    os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    from transformers import AutoTokenizer, logging
+
+    logging.disable_progress_bar()
+
+    to_hf(model).save_pretrained(folder)
+    for name, file in TOKENIZER.items():
+        shutil.copyfile(ROOT / "tokenizer" / file, folder / name)
+    AutoTokenizer.from_pretrained(folder, model_max_length=model.config.block_size).save_pretrained(folder)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("model", help="a checkpoint, or a folder of them: the newest is taken")
+    parser.add_argument("folder", type=Path, help="a folder that is not there yet")
+    args = parser.parse_args()
+    if args.folder.exists():
+        parser.error(f"{args.folder} exists already")
+    try:
+        model = load_model(args.model)
+    except ValueError as error:
+        parser.error(f"{args.model}: {error}")
+    try:
+        args.folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=args.folder.parent) as unfinished:  # it gets its name when it is whole
+            export(model, Path(unfinished) / "model")
+            os.rename(Path(unfinished) / "model", args.folder)
+    except OSError as error:
+        sys.exit(f"{parser.prog}: error: {args.folder}: {error}")
+    print(f"{args.folder} holds {args.model}, as transformers and --init-from read it")
+
+
+if __name__ == "__main__":
+    main()
