@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -62,12 +63,19 @@ ATTENTION = {
 def passes(attention, q, k, v):
     """The two things that are timed: the forward pass alone, and with the backward pass of a gradient of ones."""
 
+    # Timer waits for CUDA by itself
+    wait = (lambda: None) if q.device.type in ("cpu", "cuda") else torch.accelerator.synchronize
+
     def forward():
         with torch.no_grad():
-            return attention(q, k, v)
+            y = attention(q, k, v)
+        wait()
+        return y
 
     def both():
-        return torch.autograd.grad(attention(q, k, v), (q, k, v), torch.ones_like(q))
+        gradients = torch.autograd.grad(attention(q, k, v), (q, k, v), torch.ones_like(q))
+        wait()
+        return gradients
 
     return forward, both
 
@@ -120,7 +128,10 @@ def main():
     warnings.filterwarnings("ignore")  # why a kernel does not run: it is left out below
     for T in args.seq_lens:
         shape = B, n_head, T, head_size
-        q, k, v = (torch.randn(shape, device=device, dtype=DTYPES[name], requires_grad=True) for _ in range(3))
+        try:
+            q, k, v = (torch.randn(shape, device=device, dtype=DTYPES[name], requires_grad=True) for _ in range(3))
+        except RuntimeError as error:
+            sys.exit(f"{parser.prog}: error: no inputs of T {T}: {' '.join(str(error).split())[:200]}")
         memory, times, missing = {}, {}, {}
         for kind, attention in ATTENTION.items():
             try:

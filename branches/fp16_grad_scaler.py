@@ -1,8 +1,9 @@
 """fp16 with a gradient scaler: for GPUs with tensor cores and no bf16, such as the T4 and the V100.
 
-fp16 has 10 bits of mantissa, three more than bf16, but ends at 65504 above and 6e-8 below: small gradients would become
-zero. So the loss is multiplied by 65536, and the gradients divided by it when they are float32 again. If one overflows,
-the step is skipped and the factor halved (Micikevicius et al. 2018).
+fp16 has 10 bits of mantissa, three more than bf16, but nothing above 65504 or below 6e-8: small gradients would become
+zero on their way back through the layers. So the loss is multiplied by 65536, and the weights' gradients, which are
+float32, divided by it. If one overflows, the step is skipped and the factor halved (Micikevicius et al. 2018). Clipping
+is that of rung 08: it is here because it must come after that division.
 
     git diff --no-index --word-diff speedup_03_bf16.py branches/fp16_grad_scaler.py
 """

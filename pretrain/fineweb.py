@@ -11,11 +11,15 @@ then the tokens as uint16.
 """
 
 import argparse
+import errno
+import glob
 import hashlib
 import itertools
 import json
 import os
+import signal
 import struct
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -79,10 +83,19 @@ def write_shard(path, tokens):
     replace(path, HEADER.pack(MAGIC, VERSION, VOCABULARY, len(tokens), digest), tokens)
 
 
+def read_texts(files, column):
+    """Each file as a row. Raises OSError, or ValueError for one that is not UTF-8."""
+    for file in files:
+        try:
+            yield {column: Path(file).read_bytes().decode("utf-8")}
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: {error}") from None
+
+
 def open_texts(files, dataset, name, column):
     """A stream of rows with the one column: of local files, all of one kind, or of a dataset on the hub."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # or each of its tries is a warning
-    from datasets import disable_progress_bars, load_dataset, logging
+    from datasets import IterableDataset, disable_progress_bars, load_dataset, logging
 
     disable_progress_bars()
     logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, by main()
@@ -90,12 +103,13 @@ def open_texts(files, dataset, name, column):
         print(f"reading {dataset} {name} from the hub", flush=True)
         return load_dataset(dataset, name, split="train", streaming=True).select_columns(column)
     kinds = {Path(file).suffix for file in files}
-    builder = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(min(kinds))
+    if kinds == {".txt"}:
+        return IterableDataset.from_generator(read_texts, gen_kwargs={"files": files, "column": column})
+    builder = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(min(kinds))
     if builder is None or len(kinds) > 1:
         raise ValueError(f"files are .txt, .jsonl or .parquet, all of one kind, not {', '.join(sorted(kinds))}")
-    options = {"sample_by": "document"} if builder == "text" else {}
-    texts = load_dataset(builder, data_files=[str(Path(file).resolve()) for file in files], streaming=True, **options)
-    return texts["train"].select_columns("text" if builder == "text" else column)
+    names = [glob.escape(str(Path(file).resolve())) for file in files]  # load_dataset would take a [ for a pattern
+    return load_dataset(builder, data_files=names, split="train", streaming=True).select_columns(column)
 
 
 def tokenized(texts, column, pool):
@@ -175,30 +189,41 @@ def main():
     args = parser.parse_args()
     if args.shard_size < 2:
         parser.error("--shard-size must be at least 2")
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     progress = args.out / "progress.json"
     try:
-        source = {"files": {file: os.path.getsize(file) for file in args.files}, "column": args.column}
-        source |= {"shard_size": args.shard_size, "chunk": CHUNK}
-        source |= {} if args.files else {"dataset": args.dataset, "name": args.name}
+        source = {"files": [[file, os.path.getsize(file)] for file in args.files], "column": args.column}
+    except OSError as error:
+        parser.error(str(error))
+    source |= {"shard_size": args.shard_size, "chunk": CHUNK}
+    source |= {} if args.files else {"dataset": args.dataset, "name": args.name}
+    done = {"source": source, "shards": 0, "tokens": 0, "documents": 0, "before": None, "skip": 0, "end": False}
+    try:
         args.out.mkdir(parents=True, exist_ok=True)
-        done = json.loads(progress.read_text(encoding="utf-8")) if progress.exists() else {"source": "something else"}
-        if done["source"] != source:
-            if any(args.out.glob("*.bin")):
-                raise ValueError(f"it has shards of {done['source']}, not of {source}: use another folder")
-            done = {"source": source, "shards": 0, "tokens": 0, "documents": 0, "before": None, "skip": 0, "end": False}
-            replace(progress, json.dumps(done).encode())
+        if progress.exists():
+            theirs = json.loads(progress.read_text(encoding="utf-8"))
+            if not isinstance(theirs, dict) or theirs.keys() != done.keys() or theirs["source"] != source:
+                raise ValueError("its progress.json is of other files or settings: use another folder")
+            done = theirs
+            for number in range(done["shards"]):
+                Shard(args.out / f"shard_{number:06d}.bin")  # one that is gone cannot be made again by itself
+        elif any(args.out.glob("*.bin")):
+            raise ValueError("it has shards of something else: use another folder")
+        replace(progress, json.dumps(done).encode())
     except (OSError, ValueError) as error:
         parser.error(f"--out {args.out}: {error}")
     try:
         if not done["end"]:
             write(args, done, progress)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
+    except Exception as error:  # the hub, the files and the libraries raise a dozen kinds
+        if done["shards"] == 0 and not any(args.out.glob("*.bin")):
+            progress.unlink()
         where = " ".join(args.files[:3]) or f"{args.dataset} on the hub"
-        hint = "" if args.files else " (without a network, give files: the dataset's Parquet files do as they are)"
+        hint = "" if args.files else " (without a network, give files: the dataset's Parquet files work unchanged)"
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            where, hint = args.out, ""
+        reason = " ".join(str(error).split())[:300]
         parser.exit(1 if done["shards"] else 2, f"{parser.prog}: error: {where}: {reason}{hint}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, f"{parser.prog}: stopped: the same command goes on after shard {done['shards'] - 1}\n")
     print(f"{args.out} is complete: {done['documents']} documents, {done['tokens']} tokens, {done['shards']} shards")
 
 

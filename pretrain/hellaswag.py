@@ -27,7 +27,7 @@ def read_examples(source):
     Raises OSError, or ValueError with the line's number, if it cannot be read; ImportError without `datasets`.
     """
     if Path(source).exists() or Path(source).suffix in (".json", ".jsonl"):
-        lines = enumerate(Path(source).read_text(encoding="utf-8").splitlines(), start=1)
+        lines = enumerate(Path(source).read_text(encoding="utf-8").split("\n"), start=1)
         rows = ((f"line {number}", line) for number, line in lines if line.strip())
     else:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # or each of its tries is a warning
@@ -48,9 +48,9 @@ def read_examples(source):
         try:
             row = json.loads(row) if isinstance(row, str) else row
             label, endings = int(row["label"]), [encode(" " + ending) for ending in row["endings"]]
-            if len(endings) != 4 or label not in range(4):
-                raise ValueError(f"{len(endings)} endings and label {label}")
-            examples.append((encode(row["ctx"]), endings, label))
+            if len(endings) != 4 or label not in range(4) or max(map(len, endings)) > 1023:
+                raise ValueError(f"{len(endings)} endings, label {label}, tokens {[*map(len, endings)]}")
+            examples.append((encode(row["ctx"]) or [50256], endings, label))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{where} is no example of HellaSwag: {type(error).__name__} {error}") from None
     if not examples:

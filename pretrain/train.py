@@ -1,9 +1,9 @@
 """Pre-training: ddp_run.py on shards of tokens, with validation, samples and HellaSwag along the way.
 
 All three stay inside torch.compile and are shared by the ranks, because each is a forward pass of one fixed shape: what
-is shorter is filled up, and no token sees what comes after it. Defaults are the recipe of GPT-2 124M on 10B tokens.
+is shorter is padded, and no token sees what comes after it. Defaults are the recipe of GPT-2 124M on 10B tokens.
 
-    torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 --hellaswag Rowan/hellaswag
+    torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 --checkpoint-dir runs/gpt2 --resume
     git diff --no-index --word-diff ddp_run.py pretrain/train.py
 """
 
@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,7 +155,7 @@ MODELS = {
 
 
 class DataLoaderLite:
-    """Batches of shards (fineweb.py) or of a UTF-8 text, without end. Raises ValueError if it is none, or too short."""
+    """Endless batches of shards (fineweb.py) or of a UTF-8 text. Raises ValueError if it is neither, or too short."""
 
     def __init__(self, path, batch_size, seq_len, rank=0, world_size=1, seed=1337):
         self.B, self.T, self.position = batch_size, seq_len, batch_size * seq_len * rank
@@ -181,7 +181,10 @@ class DataLoaderLite:
             raise ValueError(f"{len(self.validation)} tokens for validation, but T {self.T} needs {self.T + 1}")
 
     def read(self, start, n):
-        """n tokens of an endless stream, from a place in it: in each epoch all shards, in an order of its own. (n,)"""
+        """n tokens of an endless stream, from a place in it: in each epoch all shards, in an order of its own. (n,)
+
+        Raises ValueError for a damaged shard.
+        """
         epoch, start = divmod(start, self.size)
         pieces = []
         for i in np.random.default_rng((self.seed, epoch)).permutation(len(self.shards)):
@@ -198,44 +201,47 @@ class DataLoaderLite:
         return tokens[:-1].view(self.B, self.T), tokens[1:].view(self.B, self.T)
 
 
-def validate(model, loader, device, limit=20 * 524288):
+def validate(model, loader, device, limit):
     """This rank's share of the first `limit` tokens held out: the sum of their cross-entropies, and their number."""
     B, T, total, count = loader.B, loader.T, 0.0, 0
     sequences = min(len(loader.validation) - 1, limit) // T
     for first in range(loader.rank * B, sequences, loader.world_size * B):
         rows = min(B, sequences - first)
         tokens = torch.from_numpy(loader.validation[first * T : (first + rows) * T + 1].astype(np.int64))
-        x, y = torch.zeros((B, T), dtype=torch.int64), torch.full((B, T), -100)  # -100: a target that does not count
+        x, y = torch.zeros((B, T), dtype=torch.int64), torch.full((B, T), -100)  # cross_entropy's ignore_index
         x[:rows], y[:rows] = tokens[:-1].view(rows, T), tokens[1:].view(rows, T)
-        loss = model(x.to(device), y.to(device))[1].item()  # the mean over those that do
+        loss = model(x.to(device), y.to(device))[1].item()  # the mean over the targets that count
         total, count = total + loss * rows * T, count + rows * T
     return total, count
 
 
-def generate(model, prompt, seeds, device):
-    """32 tokens after the token ids of a prompt, once per seed, each one of the 50 likeliest. -> (seeds, T)"""
-    idx = torch.tensor(prompt + [0] * 32).repeat(len(seeds), 1)
-    generators = [torch.Generator().manual_seed(seed % 2**64) for seed in seeds]  # the same text on any rank
-    for i in range(len(prompt), idx.size(1) if seeds else 0):
-        logits = model(idx.to(device))[0][:, i - 1, :50257]  # (seeds, vocab_size): the zeros from i on are not seen
-        weights, tokens = (t.cpu() for t in logits.float().softmax(dim=-1).topk(50))  # (seeds, 50)
-        for row, generator in enumerate(generators):
-            idx[row, i] = tokens[row, torch.multinomial(weights[row], 1, generator=generator)]
-    return idx
+def generate(model, prompt, seed, device):
+    """32 tokens after the token ids of a prompt, by top-k sampling with k = 50. -> (T,), the prompt included"""
+    idx = torch.tensor([prompt + [0] * 32])  # (1, T), one shape throughout
+    generator = torch.Generator().manual_seed(seed % 2**64)
+    for i in range(len(prompt), idx.size(1)):
+        logits = model(idx.to(device))[0][0, i - 1, :50257]  # (vocab_size,): the zeros from i on are not seen
+        weights, tokens = (t.cpu() for t in logits.float().softmax(dim=-1).topk(50))
+        idx[0, i] = tokens[torch.multinomial(weights, 1, generator=generator)]
+    return idx[0]
 
 
 @torch.no_grad()
-def evaluate(model, loader, examples, prompt, seed, device, number=4):
-    """All ranks together: the validation loss, HellaSwag's acc_norm (None without examples) and four samples."""
+def evaluate(model, loader, examples, prompt, seed, device, limit):
+    """All ranks together: the validation loss, HellaSwag's acc_norm (None without examples) and four samples.
+
+    Raises ValueError for a damaged shard.
+    """
     rank, world_size = loader.rank, loader.world_size
-    sums = validate(model, loader, device)
+    sums = validate(model, loader, device, limit)
     right = count_right(model, examples, loader.B * loader.T, device, rank, world_size)[1:]
-    tokens = generate(model, prompt, range(seed + rank, seed + number, world_size), device)
-    parts = [(*sums, *right, [loader.encoding.decode(row) for row in tokens.tolist()])]
+    texts = [generate(model, prompt, seed + i, device).tolist() for i in range(rank, 4, world_size)]
+    parts = [(*sums, *right, [loader.encoding.decode(text) for text in texts])]
     if world_size > 1:
-        dist.all_gather_object(parts := parts * world_size, parts[0])
+        mine, parts = parts[0], [None] * world_size
+        dist.all_gather_object(parts, mine)
     losses, counts, right, seen, samples = zip(*parts, strict=True)
-    samples = [samples[i % world_size][i // world_size] for i in range(number)]
+    samples = [samples[i % world_size][i // world_size] for i in range(4)]
     return sum(losses) / sum(counts), sum(right) / sum(seen) if examples else None, samples
 
 
@@ -269,11 +275,14 @@ def save_checkpoint(folder, keep, checkpoint):
 
 
 def keep_best(folder, step):
-    """Copy the checkpoint of a step to folder/best.pt, whole or not at all. Raises OSError."""
-    with open(folder / f"step_{step:08d}.pt", "rb") as source, open(folder / "unfinished.tmp", "wb") as file:
-        shutil.copyfileobj(source, file)
-        file.flush(), os.fsync(file.fileno())
-    os.replace(file.name, folder / "best.pt")
+    """Make the checkpoint of a step folder/best.pt, too. Raises OSError."""
+    source, unfinished = folder / f"step_{step:08d}.pt", folder / "unfinished.tmp"
+    unfinished.unlink(missing_ok=True)
+    try:
+        os.link(source, unfinished)  # a second name for the same file: nothing is written
+    except OSError:  # not every file system can do that
+        shutil.copyfile(source, unfinished)
+    os.replace(unfinished, folder / "best.pt")
 
 
 def load_checkpoint(folder):
@@ -377,8 +386,8 @@ def main():
     chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
     name, size = args.init_from or args.model or "gpt2", sum(p.numel() for p in model.parameters())
     print(f"device {device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters | B {B} T {T}")
-    print(f"loaded {loader.size} tokens, {len(loader.validation)} for validation", end="\n1 epoch = ")
-    print(f"{loader.size // (B * T * world_size)} batches")
+    print(f"loaded {loader.size} tokens, and {len(loader.validation)} for validation")
+    print(f"1 epoch = {loader.size // (B * T * world_size)} batches")
     total = args.total_batch_size or (4096 if model.config == MODELS["nano"] else 524288)
     accumulation, rest = divmod(total, B * T * world_size)  # micro-steps per step
     if rest:
@@ -388,7 +397,7 @@ def main():
     # Python only queues the GPU's work: a clock that does not wait for it reads how fast it is queued
     synchronize = torch.cpu.synchronize if device.type == "cpu" else torch.accelerator.synchronize
     task = {"--model": str(model.config), "--seq-len": T, "--total-batch-size": total, "--data": loader.size}
-    task["--seed"] = args.seed  # it orders the shards
+    task |= {"--seed": args.seed, "--warmup-steps": args.warmup_steps}  # the seed orders the shards
     folder, saved, signals, times = args.checkpoint_dir, {"step": 0, "task": task}, [], {}  # times: step -> seconds
     writer = None
     begun = args.resume and (folder / "unfinished.tmp").exists()  # a run here was killed: its log may be ahead
@@ -397,11 +406,12 @@ def main():
             dist.init_process_group(dist.get_default_backend_for_device(device))
         model.to(device)
         mode = args.compile_mode if accumulation == 1 else "default"  # CUDA graphs cannot accumulate
-        model.compile(mode=mode, dynamic=False)  # a graph per shape: what was evaluated before changes no training step
+        model.compile(mode=mode, dynamic=False)  # else an evaluation would change the graph that training runs
+        limit = max(20 * total, 2**17)  # tokens to validate on: 10,485,760 in the recipe
         raw_model = model  # validation, samples and HellaSwag have no gradients to send
         optimizer = model.configure_optimizers()
         saved = (folder and load_checkpoint(folder)) or saved
-        if saved["step"] and not args.resume:
+        if not args.resume and (saved["step"] or folder and (folder / "best.pt").exists()):
             raise ValueError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
         if other := dict(saved["task"].items() - task.items()):
             raise ValueError(f"{folder} has checkpoints of another task, with {other}")
@@ -426,7 +436,7 @@ def main():
             list(map(torch.Generator.set_state, generators, saved["rng"]))  # the CPU's, and those of the GPUs
         best = saved.get("best", math.inf)
         if args.tensorboard and rank == 0:
-            writer = SummaryWriter(args.tensorboard, purge_step=saved["step"])
+            writer = SummaryWriter(args.tensorboard, purge_step=saved["step"] if args.resume else None)
         if folder:
             open(folder / "unfinished.tmp", "wb").close()  # if nothing can be written here, say so now
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -435,7 +445,9 @@ def main():
             if step % args.eval_every == 0 or step == args.steps:
                 start = time.perf_counter()
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-                    val_loss, accuracy, samples = evaluate(raw_model, loader, examples, prompt, args.seed, device)
+                    val_loss, accuracy, samples = evaluate(
+                        raw_model, loader, examples, prompt, args.seed, device, limit
+                    )
                 print(f"step {step:4d} | val loss {val_loss:.6f}", end=" | ")
                 print(f"HellaSwag {accuracy:.4f}" if examples else "no HellaSwag", end=" | ")
                 print(f"{time.perf_counter() - start:.1f} s", *map(json.dumps, samples), sep="\n    ", flush=True)
@@ -446,9 +458,9 @@ def main():
                     writer.add_text("samples", "\n\n".join(samples), step)
                     if examples:
                         writer.add_scalar("HellaSwag", accuracy, step)
-                if val_loss < best:
+                if step and val_loss < best:
                     best = val_loss
-                    if folder and rank == 0 and step:
+                    if folder and rank == 0:
                         keep_best(folder, step)
             if step == args.steps:
                 break
@@ -491,6 +503,8 @@ def main():
                 state = {"step": step + 1, "position": loader.position, "rng": [g.get_state() for g in generators]}
                 state |= {"task": task, "args": {name: str(value) for name, value in vars(args).items()}, "best": best}
                 state["model"], state["optim"] = get_state_dict(model, optimizer)
+                if writer:
+                    writer.flush()  # or a kill would lose steps that are not taken again
                 if rank == 0:
                     save_checkpoint(folder, args.keep, state)
             if stop:
@@ -510,7 +524,8 @@ def main():
         sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
     finally:
         if writer:
-            writer.close()
+            with suppress(OSError):  # a full disk, which was said above
+                writer.close()
         if times:
             first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation, allocator, autotuning
             median = float(np.median(list(times.values())[first:]))

@@ -353,6 +353,49 @@ MISTAKES = [
         "who can write to the folder can run a command as you",
         "test_checkpoints.py::test_a_damaged_checkpoint_is_passed_over_for_the_one_before[code]",
     ),
+    Mistake(
+        "the scaler never meets the optimizer",
+        "branches/fp16_grad_scaler.py",
+        {"            scaler.step(optimizer)  # calls optimizer.step(), or skips it if a gradient is not finite\n": ""},
+        "the weights stay as they are; in a public notebook the loss is 10.93 for 50 steps",
+        "test_branches.py::test_it_learns",
+    ),
+    Mistake(
+        "the gradient is clipped while it is scaled",
+        "branches/fp16_grad_scaler.py",
+        {
+            "            scaler.unscale_(optimizer)  # first: what clips, or prints, must see the gradients "
+            "as they are\n": "",
+            "scaler.step(optimizer)  #": "scaler.unscale_(optimizer)\n            scaler.step(optimizer)  #",
+        },
+        "a norm of 1 is left of gradients 65536 times too large, and that is divided by 65536",
+        "test_training.py::test_the_gradient_is_clipped_to_a_norm_of_1_before_the_step[branches/fp16_grad_scaler.py]",
+    ),
+    Mistake(
+        "a validation loss is a mean of means",
+        "pretrain/train.py",
+        {"total, count = total + loss * rows * T, count + rows * T": "total, count = total + loss, count + 1"},
+        "the last, smaller batch weighs as much as the others: the loss depends on B and the number of GPUs",
+        "test_pretrain.py::test_the_validation_loss_is_the_same_for_any_batch_and_number_of_ranks[7-4]",
+    ),
+    Mistake(
+        "each epoch reads the shards in the same order",
+        "pretrain/train.py",
+        {"np.random.default_rng((self.seed, epoch))": "np.random.default_rng(self.seed)"},
+        "a second epoch is the first again, with the same batches",
+        "test_pretrain.py::test_each_epoch_and_each_seed_orders_the_shards_anew",
+    ),
+    Mistake(
+        "HellaSwag scores the context with the ending",
+        "pretrain/hellaswag.py",
+        {
+            "targets[row, len(tokens) - 1 - len(ending) : len(tokens) - 1] = tokens[-len(ending) :]": (
+                "targets[row, : len(tokens) - 1] = tokens[1:]"
+            )
+        },
+        "the mean is over the wrong tokens: acc_norm is off, acc is right, and nothing looks wrong",
+        "test_pretrain.py::test_the_answers_of_examples_made_for_it_are_known",
+    ),
 ]
 
 

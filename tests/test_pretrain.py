@@ -35,7 +35,7 @@ encode = tiktoken.get_encoding("gpt2").encode_ordinary
 def documents():
     """A few thousand texts, some of them awkward."""
     parts = (ROOT / "input.txt").read_text(encoding="utf-8").split("\n\n")
-    return [*parts, "", "<|endoftext|> in a text", "two\n\n\nlines and a tab\t", "Ünïcode 漢字 🙂"]
+    return [*parts, "", "<|endoftext|> in a text", "two\n\r\n\nlines and a tab\t", "Ünïcode 漢字 🙂\u2028"]
 
 
 @pytest.fixture(scope="session")
@@ -52,8 +52,9 @@ def files(documents, tmp_path_factory):
     (folder / "all.jsonl").write_text("".join(rows), encoding="utf-8")
     for i, part in enumerate((documents[:3000], documents[3000:])):
         pandas.DataFrame({"text": part, "id": range(len(part))}).to_parquet(folder / f"{i}.parquet", row_group_size=700)
-    for i, text in enumerate(documents[:30]):
-        (folder / f"{i:02d}.txt").write_text(text, encoding="utf-8", newline="")
+    for i, text in enumerate(documents[-30:]):
+        name = "[1].txt" if i == 7 else f"{i:02d}.txt"  # no pattern, but a name
+        (folder / name).write_bytes(text.encode())
     return folder
 
 
@@ -68,32 +69,34 @@ def joined(folder):
 @pytest.mark.parametrize("kind", ["all.jsonl", "*.parquet", "*.txt"])
 def test_no_document_is_lost_or_written_twice(run, files, documents, tokens, tmp_path, kind):
     inputs = sorted(files.glob(kind))
-    expected = tokens if kind != "*.txt" else [t for text in documents[:30] for t in [END, *encode(text)]]
+    if kind == "*.txt":
+        tokens = [token for path in inputs for token in [END, *encode(path.read_bytes().decode())]]
     size = 50_000 if kind != "*.txt" else 500
     done = run("pretrain/fineweb.py", *inputs, "--out", tmp_path / "shards", "--shard-size", size)
     assert done.returncode == 0, done.stderr
     made = shards(tmp_path / "shards")
     assert [len(shard) for shard in made[:-1]] == [size] * (len(made) - 1) and 0 < len(made[-1]) <= size
-    assert np.array_equal(joined(tmp_path / "shards"), expected)
+    assert np.array_equal(joined(tmp_path / "shards"), tokens)
     count = 30 if kind == "*.txt" else len(documents)
-    assert f"is complete: {count} documents, {len(expected)} tokens, {len(made)} shards" in done.stdout
+    assert f"is complete: {count} documents, {len(tokens)} tokens, {len(made)} shards" in done.stdout
 
 
-def test_a_killed_run_goes_on_to_the_same_shards(files, tmp_path):
+@pytest.mark.parametrize("kind", ["all.jsonl", "*.parquet"])
+def test_a_killed_run_goes_on_to_the_same_shards(files, tmp_path, kind):
     """Killed with SIGKILL four times, at different moments of its work; the same command goes on."""
     out = tmp_path / "shards"
-    command = [sys.executable, ROOT / "pretrain/fineweb.py", files / "all.jsonl", "--shard-size", "7000", "--out"]
+    command = [sys.executable, ROOT / "pretrain/fineweb.py", *sorted(files.glob(kind)), "--shard-size", "1000", "--out"]
     subprocess.run([*command, tmp_path / "undisturbed"], check=True, capture_output=True)
-    for count in (1, 4, 9, 20):
+    for count in (1, 9, 40, 90):
         process = subprocess.Popen([*command, out], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and len(list(out.glob("*.bin"))) < count:
             time.sleep(0.001)
         process.kill()
         assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
-        assert len(list(out.glob("*.bin"))) < 40
+        assert len(list(out.glob("*.bin"))) < 300
     subprocess.run([*command, out], check=True, capture_output=True)
     names = sorted(path.name for path in (tmp_path / "undisturbed").glob("*.bin"))
-    assert sorted(path.name for path in out.glob("*.bin")) == names and len(names) > 40
+    assert sorted(path.name for path in out.glob("*.bin")) == names and len(names) > 300
     for name in names:
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), name
     assert not list(out.glob("*.tmp"))
@@ -105,9 +108,12 @@ def test_less_than_one_shard_is_divided_and_a_second_run_does_nothing(run, files
     validation, training = shards(tmp_path / "shards")
     assert len(validation) == math.ceil(len(tokens) / 10)
     assert np.array_equal(joined(tmp_path / "shards"), tokens)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.bin")}
     assert run(*arguments).returncode == 0
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").iterdir()} == before
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.bin")} == before
+    (tmp_path / "shards" / "shard_000001.bin").unlink()  # "complete" would be untrue
+    done = run(*arguments)
+    assert done.returncode == 2 and "shard_000001.bin" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 WRONG_CORPUS = {
@@ -118,7 +124,8 @@ WRONG_CORPUS = {
     "a row without text": (["hole.jsonl"], "no text"),
     "not JSON": (["broken.jsonl"], "broken.jsonl"),
     "shards of something else": (["a.jsonl", "--out", "foreign"], "foreign.*something else"),
-    "begun with other settings": (["a.jsonl", "--out", "begun", "--shard-size", "9"], "begun"),
+    "begun with other settings": (["a.jsonl", "--out", "begun", "--shard-size", "9"], "begun: its progress.json"),
+    "a progress.json of another program": (["a.jsonl", "--out", "theirs"], "theirs: its progress.json"),
     "one shard alone": (["a.jsonl", "--shard-size", "12"], "12 tokens make no two shards"),
     "a shard of one token": (["a.jsonl", "--shard-size", "1"], "at least 2"),
 }
@@ -136,8 +143,10 @@ def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, ca
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "x.bin").write_bytes(b"theirs")
     (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / "progress.json").write_text('{"source": {"files": {}}}')
-    (tmp_path / "begun" / "shard_000000.bin").write_bytes(b"begun")
+    fields = {"source": {}, "shards": 0, "tokens": 0, "documents": 0, "before": None, "skip": 0, "end": False}
+    (tmp_path / "begun" / "progress.json").write_text(json.dumps(fields))
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "progress.json").write_text("[1]")
     here = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     arguments = [str(tmp_path / a) if (tmp_path / a).exists() or a.startswith("nowhere") else a for a in arguments]
     if "--out" not in arguments:
@@ -284,7 +293,7 @@ def test_the_validation_loss_is_the_same_for_any_batch_and_number_of_ranks(corpu
         expected += F.cross_entropy(logits[0], tokens[first + 1 : first + T + 1], reduction="none").tolist()
     assert np.std(expected) > 0.1
     parts = [
-        train.validate(model, train.DataLoaderLite(corpus, B, T, rank, world_size), torch.device("cpu"))
+        train.validate(model, train.DataLoaderLite(corpus, B, T, rank, world_size), torch.device("cpu"), 1000)
         for rank in range(world_size)
     ]
     total, count = map(sum, zip(*parts, strict=True))
@@ -299,19 +308,16 @@ def test_validation_stops_at_its_limit(corpus):
 
 
 @torch.no_grad()
-def test_a_sample_is_what_its_seed_says_beside_any_others():
+def test_a_sample_is_what_its_seed_says():
     model, prompt = nano(), encode("To be, or not")
-    together = train.generate(model, prompt, [1, 2, 3], torch.device("cpu"))
-    assert together.shape == (3, len(prompt) + 32)
-    assert together[:, : len(prompt)].tolist() == [prompt] * 3 and together.max() < 50257
-    assert len({tuple(row) for row in together.tolist()}) == 3
-    assert torch.equal(train.generate(model, prompt, [3], torch.device("cpu"))[0], together[2])
-    idx = together[1]
+    one, two, other = (train.generate(model, prompt, seed, torch.device("cpu")) for seed in (1, 1, 2))
+    assert torch.equal(one, two) and not torch.equal(one, other)
+    assert one.shape == (len(prompt) + 32,) and one[: len(prompt)].tolist() == prompt and one.max() < 50257
     for i in range(
-        len(prompt), len(idx)
+        len(prompt), len(one)
     ):  # each token is one of the 50 that the model finds likeliest after the others
-        assert idx[i] in model(idx[None, :i])[0][0, -1, :50257].topk(50).indices
-    assert train.generate(model, prompt, [], torch.device("cpu")).shape[0] == 0
+        assert one[i] in model(one[None, :i])[0][0, -1, :50257].topk(51).indices  # 51: rounding may change places
+    assert len(set(one[len(prompt) :].tolist())) > 5
 
 
 # HellaSwag
@@ -344,17 +350,22 @@ def scores(path, model):
 
 def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
     """To this model " cat" is nearly free, " dog" costs 1 nat, any other token 20."""
-    lines = [
-        example(["cat cat", "dog dog", "sun", "sun sun"], 0),  # the first by both
-        example(["sun", "dog dog", "cat cat", "sun sun"], 0),  # wrong by both
-        example(["sun dog", "sun sun", "sun", "sun sun sun"], 2),  # 21 or 20: the sum is right; the mean says 0
-        example(["sun sun", "sun", "dog dog dog dog dog dog", "cat sun sun cat cat"], 2),  # 6 nats, 1 each: by both
-        example(["dog dog dog", "cat sun cat cat cat cat cat cat cat cat cat cat", "sun", "sun"], 0),  # 3 or 20
-        example(["cat dog dog cat", "dog", "sun", "sun"], 0, context="A much longer context, to fill the row"),
+    long = "A much longer context, which costs a lot"
+    lines = [  # and whether the sum, and the mean, finds the right one
+        (example(["cat cat", "dog dog", "sun", "sun sun"], 0), True, True),
+        (example(["sun", "dog dog", "cat cat", "sun sun"], 0), False, False),
+        (example(["sun dog", "sun sun", "sun", "sun sun sun"], 2), True, False),  # 20 nats, not 21; but 10.5 each
+        (example(["sun sun", "sun", "dog dog dog dog dog dog", "cat sun sun cat cat"], 2), True, True),
+        (example(["dog dog dog", "cat sun cat cat cat cat cat cat cat cat cat cat", "sun", "sun"], 0), True, True),
+        (example(["cat dog dog cat", "dog", "sun", "sun"], 0, context=long), False, True),  # 2 nats, 0.5 each
+        (example(["cat", "dog dog dog dog dog dog dog dog", "sun", "sun"], 0, context=long), True, True),
     ]
-    #           the sums 2 and 1: wrong; the means 0.5 and 1: right
-    (tmp_path / "six.jsonl").write_text("".join(lines))
-    assert scores(tmp_path / "six.jsonl", Liker(encode(" cat")[0])) == (5 - 1, 4 - 1 + 1, 6)
+    (tmp_path / "x.jsonl").write_text("".join(line for line, _, _ in lines))
+    expected = sum(by_sum for _, by_sum, _ in lines), sum(by_mean for _, _, by_mean in lines), len(lines)
+    assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == expected
+    for line, by_sum, by_mean in lines:  # and each by itself
+        (tmp_path / "x.jsonl").write_text(line)
+        assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (by_sum, by_mean, 1), line
 
 
 @torch.compiler.set_stance("force_eager")
@@ -396,10 +407,23 @@ def test_a_text_longer_than_the_model_keeps_its_ending(tmp_path):
     assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (1, 1, 1)
 
 
+@torch.no_grad()
+def test_a_context_may_be_empty_and_a_line_may_hold_any_character(tmp_path):
+    lines = [example(["sun", "cat", "sun", "sun"], 1, context=""), example(["sun", "cat\u2028", "sun", "sun"], 1)]
+    text = "".join(json.dumps(json.loads(line), ensure_ascii=False) + "\n" for line in lines)
+    (tmp_path / "x.jsonl").write_text(text, encoding="utf-8")
+    assert len(hellaswag.read_examples(tmp_path / "x.jsonl")) == 2
+    (tmp_path / "x.jsonl").write_text(lines[0])
+    assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (1, 1, 1)
+    (tmp_path / "x.jsonl").write_text(lines[0].replace('"label": 1', '"label": 0'))
+    assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (0, 0, 1)
+
+
 WRONG_EXAMPLE = {
     "not JSON": ('{"ctx": "The cat', "line 2 is no example of HellaSwag: JSONDecodeError"),
     "no context": ('{"endings": ["a", "b", "c", "d"], "label": 0}', "line 2 .*'ctx'"),
     "three endings": (example(["a", "b", "c"], 0), "line 2 .*3 endings"),
+    "an ending longer than the model": (example(["a", "b", "c", "sun " * 1100], 0), r"line 2 .*, 110\d\]"),
     "no such label": (example(["a", "b", "c", "d"], 4), "line 2 .*label 4"),
     "a list": ("[1, 2]", "line 2 .*"),
 }
@@ -456,10 +480,18 @@ def questions(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def arguments(questions):
+def text(tmp_path_factory):
+    """A sixth of the text: less to validate on."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes((ROOT / "input.txt").read_bytes()[:180_000])
+    return path
+
+
+@pytest.fixture(scope="session")
+def arguments(text, questions):
     """What makes a run of 8 steps short, with an evaluation after every 3."""
     return [
-        *("--data", ROOT / "input.txt", "--steps", 8, "--eval-every", 3, "--save-every", 2, "--keep", 9),
+        *("--data", text, "--steps", 8, "--eval-every", 3, "--save-every", 2, "--keep", 9),
         *("--batch-size", 16, "--seq-len", 64, "--total-batch-size", 2048, "--warmup-steps", 2),
         *("--hellaswag", questions, "--prompt", "ROMEO:"),
     ]
@@ -482,7 +514,7 @@ def undisturbed(run, arguments, tmp_path_factory):
     return done, folder
 
 
-def test_what_a_run_prints_and_logs(undisturbed):
+def test_what_a_run_prints_and_logs(undisturbed, text):
     done, folder = undisturbed
     log = records(folder / "log.jsonl")
     evaluated = [row for row in log if "val_loss" in row]
@@ -491,7 +523,9 @@ def test_what_a_run_prints_and_logs(undisturbed):
     assert evaluated[0]["val_loss"] == pytest.approx(math.log(50304), abs=0.25)
     assert evaluated[-1]["val_loss"] < evaluated[0]["val_loss"] - 0.5
     lines = done.stdout.splitlines()
-    assert "loaded 304222 tokens, 33803 for validation" in lines and "1 epoch = 297 batches" in lines
+    tokens = len(encode(text.read_text(encoding="utf-8")))
+    assert f"loaded {tokens * 9 // 10} tokens, and {math.ceil(tokens / 10)} for validation" in lines
+    assert f"1 epoch = {tokens * 9 // 10 // 1024} batches" in lines
     for row in evaluated:
         assert 0 <= row["hellaswag"] <= 1 and row["hellaswag"] * 40 == pytest.approx(round(row["hellaswag"] * 40))
         start = f"step {row['step']:4d} | val loss {row['val_loss']:.6f} | HellaSwag {row['hellaswag']:.4f} | "
@@ -501,15 +535,15 @@ def test_what_a_run_prints_and_logs(undisturbed):
     assert lines[-1].startswith("median of steps 4-7: ")
 
 
-def test_the_scores_are_those_of_the_saved_weights(undisturbed, questions):
-    """Not of the weights before or after, and not in training's bf16 by accident elsewhere."""
+def test_the_scores_are_those_of_the_saved_weights(undisturbed, text):
+    """Not of the weights before or after."""
     _, folder = undisturbed
-    loader = train.DataLoaderLite(ROOT / "input.txt", 8, 64)
+    loader = train.DataLoaderLite(text, 8, 64)
     for row in records(folder / "log.jsonl"):
         if "val_loss" in row and row["step"]:
             model = load_model(folder / "ck" / f"step_{row['step']:08d}.pt")
             with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-                total, count = train.validate(model, loader, torch.device("cpu"))
+                total, count = train.validate(model, loader, torch.device("cpu"), 2**17)
             assert total / count == pytest.approx(row["val_loss"], abs=2e-3), row["step"]
 
 
@@ -534,25 +568,35 @@ def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path, caps
     losses = iter([7.1, 6.9])  # and a resumed run knows it
     watch(TRAIN, *args, "--steps", 5, "--eval-every", 1, "--checkpoint-dir", tmp_path / "ck", "--resume")
     assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 5
-    capsys.readouterr()
+    for path in (tmp_path / "ck").glob("step_*.pt"):
+        path.unlink()
+    with pytest.raises(SystemExit) as exit:  # what is left is the best, and a new run would write over it
+        watch(TRAIN, *args, "--steps", 1, "--checkpoint-dir", tmp_path / "ck")
+    assert exit.value.code == 2 and "--resume" in capsys.readouterr().err
+    assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 5
+
+
+def scalars(folder):
+    """Tag -> [(step, value)] of TensorBoard's files, without the speed."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    assert len(events.Scalars("tokens per second")) == 8 and "samples/text_summary" in events.Tags()["tensors"]
+    tags = [tag for tag in events.Tags()["scalars"] if tag != "tokens per second"]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
 def test_tensorboard_has_what_the_log_has(undisturbed):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     _, folder = undisturbed
-    events = EventAccumulator(str(folder / "tb")).Reload()
-    log = records(folder / "log.jsonl")
+    seen, log = scalars(folder / "tb"), records(folder / "log.jsonl")
     for tag, key in (
         *(("loss/training", "loss"), ("learning rate", "lr"), ("gradient norm", "norm")),
         *(("loss/validation", "val_loss"), ("HellaSwag", "hellaswag")),
     ):
-        seen = [(event.step, event.value) for event in events.Scalars(tag)]
         wanted = [(row["step"], row[key]) for row in log if key in row]
-        assert [step for step, _ in seen] == [step for step, _ in wanted], tag
-        assert [value for _, value in seen] == pytest.approx([value for _, value in wanted], rel=1e-6), tag
-    assert len(events.Scalars("tokens per second")) == 8
-    assert "samples/text_summary" in events.Tags()["tensors"]
+        assert [step for step, _ in seen[tag]] == [step for step, _ in wanted], tag
+        assert [value for _, value in seen[tag]] == pytest.approx([value for _, value in wanted], rel=1e-6), tag
+    assert len(seen) == 5
 
 
 def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_one(
@@ -560,20 +604,34 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
 ):
     done, whole = undisturbed
     out = tmp_path / "out.txt"
-    paths = ["--checkpoint-dir", tmp_path / "ck", "--log-file", tmp_path / "log.jsonl"]
+    paths = [
+        "--checkpoint-dir",
+        tmp_path / "ck",
+        "--log-file",
+        tmp_path / "log.jsonl",
+        "--tensorboard",
+        tmp_path / "tb",
+    ]
     command = [sys.executable, ROOT / TRAIN, *arguments, *paths, "--resume"]
     env = os.environ | {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_CACHE_DIR": inductor_cache}
-    for wait_for in ("step    2 |", "step    5 |", "step    7 |"):  # the first two are followed by an evaluation
+    for wait_for, more in (
+        ("step    2 |", 0.3),
+        ("step    4 |", 0),
+        ("step    5 |", 0.1),
+    ):  # before 3 and 6 it evaluates
         with out.open("w") as file:
             process = subprocess.Popen([str(word) for word in command], stdout=file, stderr=subprocess.STDOUT, env=env)
+            patience = time.monotonic() + 400
             while process.poll() is None and wait_for not in out.read_text(encoding="utf-8"):
+                assert time.monotonic() < patience, out.read_text(encoding="utf-8")
                 time.sleep(0.01)
-            time.sleep(0.3)
+            time.sleep(more)
             process.kill()
             assert process.wait() == -signal.SIGKILL, out.read_text(encoding="utf-8")
     last = run(TRAIN, *arguments, *paths, "--resume")
     assert last.returncode == 0, last.stderr
     assert records(tmp_path / "log.jsonl") == records(whole / "log.jsonl")  # losses, scores and samples
+    assert scalars(tmp_path / "tb") == scalars(whole / "tb")
     for name in ("step_00000008.pt", "best.pt"):
         ours, theirs = (torch.load(folder / "ck" / name, weights_only=True) for folder in (tmp_path, whole))
         assert ours["step"] == theirs["step"] and ours["position"] == theirs["position"]
@@ -594,27 +652,31 @@ def test_two_ranks_find_what_one_finds(run, undisturbed, arguments):
     assert two[0][2:] == one[0][2:]
 
 
-def test_everything_stays_compiled(arguments, inductor_cache, tmp_path):
-    """Four shapes, four graphs, however often it is evaluated; nothing is left to Python, and no limit is reached."""
-    script = tmp_path / "count.py"
-    script.write_text(
-        "import runpy, sys\n"
-        "import torch\n"
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_everything_stays_compiled(run, arguments, tmp_path, ranks):
+    """A graph each for training, validation, HellaSwag and samples, however often it is evaluated; also under DDP."""
+    (tmp_path / "count.py").write_text(
+        "import json, os, pathlib, sys\n"
         f"sys.path.insert(0, {str(ROOT / 'pretrain')!r})\n"
-        "try:\n"
-        f"    runpy.run_path({str(ROOT / TRAIN)!r}, run_name='__main__')\n"
-        "finally:\n"
-        "    from torch._dynamo.utils import counters\n"
-        "    print('counted', dict(counters['stats']), dict(counters['graph_break']))\n"
+        "import train\n"
+        "from torch._dynamo.utils import counters\n"
+        "evaluate, seen = train.evaluate, []\n"
+        "def counting(*args):\n"
+        "    found = evaluate(*args)\n"
+        "    seen.append(counters['stats']['unique_graphs'])\n"
+        "    return found\n"
+        "train.evaluate = counting\n"
+        "train.main()\n"
+        f"path = pathlib.Path({str(tmp_path)!r}, os.environ.get('RANK', '0'))\n"
+        "path.write_text(json.dumps([seen, dict(counters['graph_break'])]))\n"
     )
-    env = os.environ | {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_CACHE_DIR": inductor_cache}
-    more = ["--eval-every", 1, "--steps", 3]
-    command = [str(word) for word in (sys.executable, script, *arguments, *more)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    counted = re.search(r"counted (\{.*?\}) (\{.*\})", done.stdout)
-    assert json.loads(counted[1].replace("'", '"'))["unique_graphs"] == 4, counted[0]
-    assert counted[2] == "{}"
+    done = run("count.py", *arguments, "--eval-every", 1, "--steps", 3, folder=tmp_path, torchrun=ranks)
+    assert done.returncode == 0, done.stderr
+    for rank in range(ranks or 1):
+        graphs, breaks = json.loads((tmp_path / str(rank)).read_text())
+        assert graphs[0] == 3 and len(graphs) == 4  # before the first step: all but training's
+        assert graphs[1] == graphs[2] == graphs[3] > 3 and breaks == {}
+        assert graphs[1] == 4 or ranks  # DDP cuts training's where its buckets end
 
 
 # To Hugging Face and back, and samples
@@ -729,11 +791,11 @@ def test_the_probabilities_are_those_of_transformers(temperature, top_k, top_p):
 
 def test_samples_are_drawn_with_their_probabilities(small):
     model, _, _ = small
-    first = next(sample.generate(model, [5, 6], 20000, 1, top_k=3))
+    first = next(sample.generate(model, [5, 6], 2000, 1, top_k=3))
     with torch.no_grad():
         p = sample.probabilities(model(torch.tensor([[5, 6]]))[0][:, -1, :50257], 1.0, 3, 1.0)[0]
-    counts = torch.bincount(first, minlength=50257) / 20000
-    assert (counts - p).abs().max() < 0.02 and (counts > 0).sum() == 3
+    counts = torch.bincount(first, minlength=50257) / 2000
+    assert (counts - p).abs().max() < 0.06 and (counts > 0).sum() == 3
 
 
 def test_the_samples_of_a_command(run, small):

@@ -1,4 +1,4 @@
-"""One way to a model for all who want one: a checkpoint of ddp_run.py or pretrain/train.py, or GPT-2's weights."""
+"""Load a GPT from a checkpoint of ddp_run.py or pretrain/train.py, or from GPT-2's weights."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,8 @@ def load_model(source):
     try:
         if path.is_dir() and any(path.glob("step_*.pt")):
             checkpoint = script.load_checkpoint(path)
-        elif path.suffix == ".pt":
+        elif path.suffix == ".pt" or (path / "best.pt").exists():
+            path = path if path.suffix == ".pt" else path / "best.pt"
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         else:
             return script.GPT.from_pretrained(source).eval()
@@ -27,5 +28,9 @@ def load_model(source):
     except (KeyError, TypeError) as error:
         raise ValueError(f"it is no checkpoint of this project: {error!r}") from None
     except Exception as error:  # the hub, the files and the library raise a dozen kinds
-        hint = "" if path.exists() else " (without a network, give a folder that holds the weights)"
+        hint = (
+            ""
+            if path.exists() or path.suffix == ".pt"
+            else " (without a network, give a folder that holds the weights)"
+        )
         raise ValueError(" ".join(str(error).split())[:300] + hint) from None

@@ -25,8 +25,10 @@ def read(folder):
     records = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     training = [record for record in records if "loss" in record]
     evaluations = [record for record in records if "val_loss" in record]
-    if len(training) < WINDOW or not evaluations:
+    if len(training) < WINDOW or len(evaluations) < 2:
         raise ValueError(f"{folder} has {len(training)} steps and {len(evaluations)} evaluations: too few to draw")
+    if evaluations[0]["val_loss"] <= min(record["val_loss"] for record in evaluations[1:]):
+        raise ValueError(f"{folder} has its best validation loss before the first step: there is nothing to show")
     return machine, training, evaluations
 
 
@@ -65,11 +67,11 @@ def section(folder):
     first, last = evaluations[0], evaluations[-1]
     late = np.mean([record["loss"] for record in training[-WINDOW:]])
     at_best = np.mean([record["loss"] for record in training if best["step"] - WINDOW <= record["step"] < best["step"]])
-    where = f"{machine['name']}, {machine['threads']} threads" if machine["device"] == "cpu" else machine["name"]
+    threads = f", {machine['threads']} thread{'s' * (machine['threads'] > 1)}" if machine["device"] == "cpu" else ""
     text = f"""
-**{where}. torch {machine["torch"]}, Python {machine["python"]}, {machine["system"]}.**
+**{machine["name"]}{threads}. torch {machine["torch"]}, Python {machine["python"]}, {machine["system"]}.**
 
-![Training and validation loss](../{image.relative_to(ROOT)})
+![Training and validation loss](../{image.relative_to(ROOT).as_posix()})
 
 | | step | training loss, last {WINDOW} steps | validation loss |
 | --- | ---: | ---: | ---: |
@@ -79,7 +81,7 @@ def section(folder):
 
 """
     for title, record in ("before", first), ("at the best validation loss", best), ("at the end", last):
-        text += f"A sample {title}, step {record['step']}:\n\n```text\n{record['samples'][0]}\n```\n\n"
+        text += f"A sample {title}, step {record['step']}:\n\n````text\n{record['samples'][0]}\n````\n\n"
     return text + f"All of it: [log](../results/{name}/log.jsonl), [machine](../results/{name}/machine.json).\n\n"
 
 

@@ -6,6 +6,7 @@ AutoModelForCausalLM.from_pretrained("my-gpt2") loads it, and so does --init-fro
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -35,7 +36,7 @@ def to_hf(model):
 
 
 def export(model, folder):
-    """Weights (safetensors), configuration and GPT-2's tokenizer, into a new folder. Raises OSError."""
+    """Weights (safetensors), configuration and GPT-2's tokenizer, to a new folder. Raises OSError, SafetensorError."""
     os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
     from transformers import AutoTokenizer, logging
 
@@ -52,6 +53,7 @@ def main():
     parser.add_argument("model", help="a checkpoint, or a folder of them: the newest is taken")
     parser.add_argument("folder", type=Path, help="a folder that is not there yet")
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     if args.folder.exists():
         parser.error(f"{args.folder} exists already")
     try:
@@ -63,8 +65,8 @@ def main():
         with tempfile.TemporaryDirectory(dir=args.folder.parent) as unfinished:  # it gets its name when it is whole
             export(model, Path(unfinished) / "model")
             os.rename(Path(unfinished) / "model", args.folder)
-    except OSError as error:
-        sys.exit(f"{parser.prog}: error: {args.folder}: {error}")
+    except Exception as error:  # safetensors has kinds of its own
+        sys.exit(f"{parser.prog}: error: {args.folder}: {' '.join(str(error).split())}")
     print(f"{args.folder} holds {args.model}, as transformers and --init-from read it")
 
 

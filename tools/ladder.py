@@ -10,11 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 ROOT = Path(__file__).resolve().parent.parent
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 PLAIN_GIT = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # a diff is the same for all
@@ -41,6 +36,11 @@ class Rung:
 
 def read_ladder():
     """The rungs in order. Raises ValueError for a row that is not as ladder.toml says it should be."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
     rungs = []
     for row in tomllib.loads((ROOT / "ladder.toml").read_text(encoding="utf-8"))["rung"]:
         above = [rung.file for rung in rungs]

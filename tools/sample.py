@@ -1,7 +1,7 @@
-"""Text from a model, as it comes:  python tools/sample.py checkpoints --prompt "ROMEO:" --samples 3
+"""Text from a model, printed token by token:  python tools/sample.py checkpoints --prompt "ROMEO:" --samples 3
 
-The model is a checkpoint, a folder of them, or GPT-2's weights by name (gpt2) or as a folder. The first sample is
-printed token by token, the others, made at the same time, after it.
+The model is a checkpoint, a folder of them, or GPT-2's weights by name (gpt2) or as a folder. Several samples are made
+at the same time; the first is printed as it comes, the others after it.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def attention(attn, x, cache, start):
 
 
 def next_logits(model, idx, caches, start):
-    """Logits of what follows the tokens idx (B, T), which stand at `start`. -> (B, 50257)"""
+    """Logits of what follows the tokens idx (B, T), which stand at `start`. Writes into the caches. -> (B, 50257)"""
     pos = torch.arange(start, start + idx.size(1), device=idx.device)  # (T,)
     x = model.transformer.wte(idx) + model.transformer.wpe(pos)  # (B, T, C)
     for block, cache in zip(model.transformer.h, caches, strict=True):
@@ -44,7 +44,8 @@ def next_logits(model, idx, caches, start):
 def probabilities(logits, temperature, top_k, top_p):
     """Logits (B, V) to probabilities (B, V): divided by the temperature; of those the top_k likeliest; of those the
     fewest that reach top_p together (nucleus sampling, Holtzman et al. 2020)."""
-    logits, tokens = (logits / temperature).sort(dim=-1, descending=True)
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # at most 0, however low the temperature
+    logits, tokens = logits.sort(dim=-1, descending=True)
     logits[:, top_k:] = -torch.inf
     p = logits.softmax(dim=-1)
     p[p.cumsum(dim=-1) - p >= top_p] = 0  # what stands before a token is enough; the first always stays
@@ -116,12 +117,17 @@ def main():
     rows, decoder = [[] for _ in range(args.samples)], codecs.getincrementaldecoder("utf-8")("replace")
     print(args.prompt, end="", flush=True)
     options = args.seed, args.temperature, args.top_k, args.top_p
-    for tokens in generate(model, prompt, args.samples, args.tokens, *options):
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            if encoding.eot_token not in row:
-                row.append(token)
-        if rows[0][-1] != encoding.eot_token:  # a character may take several tokens
-            print(decoder.decode(encoding.decode_single_token_bytes(tokens[0].item())), end="", flush=True)
+    try:
+        for tokens in generate(model, prompt, args.samples, args.tokens, *options):
+            for row, token in zip(rows, tokens.tolist(), strict=True):
+                if encoding.eot_token not in row:
+                    row.append(token)
+            if rows[0][-1] != encoding.eot_token:  # a character may take several tokens
+                print(decoder.decode(encoding.decode_single_token_bytes(tokens[0].item())), end="", flush=True)
+    except RuntimeError as error:
+        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+            raise
+        sys.exit(f"{parser.prog}: error: out of memory: lower --samples or --tokens")
     print(decoder.decode(b"", final=True))
     for row in rows[1:]:
         print(f"\n{args.prompt}{encoding.decode([token for token in row if token != encoding.eot_token])}")
