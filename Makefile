@@ -47,7 +47,7 @@ diff-%:
 	.venv/bin/python -m pip install -r requirements.txt
 	@touch $@
 
-.venv/dev: requirements-dev.txt .venv/run
+.venv/dev: requirements-dev.txt pretrain/requirements.txt .venv/run
 	.venv/bin/python -m pip install -r requirements-dev.txt
 	@touch $@
 

@@ -233,7 +233,8 @@ def test_a_new_idea_takes_a_file_and_a_row(tmp_path):
 )
 def test_a_wrong_row_is_one_clear_error(row, text, tmp_path):
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
-    (tmp_path / "branches").mkdir()
+    for folder in ("branches", "pretrain"):
+        (tmp_path / folder).mkdir()
     for file in ("README.md", "ladder.toml", *RUNGS):
         shutil.copy(ROOT / file, tmp_path / file)
     with (tmp_path / "ladder.toml").open("a", encoding="utf-8") as file:

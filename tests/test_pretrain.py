@@ -1,6 +1,7 @@
 """Pre-training: shards that lose nothing, scores that are right, a run that is killed, resumed, exported, reloaded."""
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -679,6 +680,21 @@ def test_everything_stays_compiled(run, arguments, tmp_path, ranks):
         assert graphs[1] == 4 or ranks  # DDP cuts training's where its buckets end
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [None, 1])
+def test_a_run_on_a_gpu_evaluates_and_goes_on(run, arguments, tmp_path, ranks):
+    paths = ["--checkpoint-dir", tmp_path / "ck", "--resume"]
+    done = run(TRAIN, *arguments, *paths, "--model", "nano", "--steps", 6, torchrun=ranks)
+    assert done.returncode == 0, done.stderr
+    again = run(TRAIN, *arguments, *paths, "--model", "nano", "--steps", 8, torchrun=ranks)
+    assert again.returncode == 0 and "going on at step 6" in again.stdout, again.stderr
+    scores = [float(score) for score in re.findall(r"val loss (\S+)", done.stdout + again.stdout)]
+    assert scores[0] == pytest.approx(math.log(50304), abs=0.25) and scores[-1] < scores[0] - 0.5
+    for script, *more in (("tools/sample.py",), ("pretrain/hellaswag.py", "--data", arguments[-3])):
+        done = run(script, tmp_path / "ck", *more)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
 # To Hugging Face and back, and samples
 
 
@@ -755,15 +771,17 @@ def test_greedy_text_is_that_of_transformers(small, length):
     assert ours.tolist() == [expected.tolist()] * 2
 
 
-def test_text_ends_where_transformers_ends_it(small):
+def test_text_ends_where_transformers_ends_it(small, tmp_path):
     model, hf, folder = small
     prompt = [11, 22, 33]
-    first = [tokens.item() for tokens in sample.generate(model, prompt, 1, 8, temperature=0)]
-    ending = load_model(folder)
-    weight = ending.lm_head.weight.data  # the fourth token and the end of the text change places
-    weight[[first[3], END]] = weight[[END, first[3]]]
-    ours = [tokens.item() for tokens in sample.generate(ending, prompt, 1, 8, temperature=0)]
-    assert first[3] not in first[:3] and ours == [*first[:3], END]
+    first = [tokens.item() for tokens in sample.generate(model, prompt, 1, 20, temperature=0)]
+    place = next(i for i in range(2, 20) if first[i] not in first[:i])
+    weight = (ending := copy.deepcopy(hf)).lm_head.weight.data  # a token and the end of the text change places
+    weight[[first[place], END]] = weight[[END, first[place]]]
+    ending.save_pretrained(tmp_path)
+    expected = ending.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=END)[0, 3:]
+    ours = [tokens.item() for tokens in sample.generate(load_model(tmp_path), prompt, 1, 20, temperature=0)]
+    assert ours == expected.tolist() == [*first[:place], END]
 
 
 def test_the_cache_changes_no_logit(small):
@@ -903,10 +921,45 @@ def test_what_is_wrong_with_a_run_is_one_line(case, tmp_path, monkeypatch, capfd
     assert len(written.splitlines()) == 1 and re.search(f"train.py: error: .*{pattern}", written), written
 
 
-def test_pretrain_runs_in_a_folder_of_its_own(run, tmp_path, arguments):
-    """Its three files and the tokenizer are all that it takes."""
+def test_pretrain_starts_in_a_folder_of_its_own(run, tmp_path):
+    """Its three files and the tokenizer are all that it takes to get as far as its data."""
     for name in ("train.py", "fineweb.py", "hellaswag.py"):
         shutil.copy(ROOT / "pretrain" / name, tmp_path)
     shutil.copytree(ROOT / "tokenizer", tmp_path / "tokenizer")
-    done = run("train.py", *arguments[:8], "--batch-size", 4, "--total-batch-size", 512, "--steps", 1, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "short.txt").write_text("To be, or not to be")
+    done = run("train.py", "--data", tmp_path / "short.txt", folder=tmp_path)
+    assert done.returncode == 2 and "6 tokens, but B 4" in done.stderr, done.stderr
+
+
+# The run that is committed
+
+
+def test_the_readme_shows_the_run_in_results(monkeypatch, tmp_path):
+    import curve
+    from render import write_svg
+
+    (folder,) = (ROOT / "results").glob("pretrain-*")
+    monkeypatch.setattr(curve, "write_svg", lambda figure, path: write_svg(figure, tmp_path / path.name))
+    section = curve.section(folder)
+    readme = (ROOT / "pretrain" / "README.md").read_text(encoding="utf-8")
+    if readme.split(curve.BEGIN)[1].split(curve.END)[0] != section:
+        pytest.fail(f"pretrain/README.md is behind: python tools/curve.py results/{folder.name}")
+    scores = {row["step"]: row["val_loss"] for row in records(folder / "log.jsonl") if "val_loss" in row}
+    best = min(scores, key=scores.get)
+    assert 0 < best < max(scores) and scores[max(scores)] > scores[best]  # it has turned up
+    for step in (0, best, max(scores)):
+        assert re.search(rf"\| {step} \| .*\| {scores[step]:.3f} \|", section), step
+    (image,) = re.findall(r"\.\./(docs/img/\S+\.svg)", section)
+    for text in (
+        (ROOT / image).read_text(encoding="utf-8"),
+        (tmp_path / f"{folder.name}.svg").read_text(encoding="utf-8"),
+    ):
+        assert f"best: {scores[best]:.3f} at step {best}" in text
+
+
+@pytest.mark.parametrize("wrong", ["elsewhere", "results/nowhere", "results/cpu-amd-epyc-2026-11-21"])
+def test_the_curve_refuses_what_is_no_run_in_one_line(run, tmp_path, wrong):
+    readme = (ROOT / "pretrain" / "README.md").read_bytes()
+    done = run("tools/curve.py", tmp_path if wrong == "elsewhere" else ROOT / wrong)
+    assert done.returncode == 2 and re.fullmatch("curve.py: error: .*\n", done.stderr), done.stderr
+    assert (ROOT / "pretrain" / "README.md").read_bytes() == readme

@@ -68,9 +68,9 @@ def pair_page(before, after):
     return f"compare/{Path(before).stem}--{Path(after).stem}.html"
 
 
-def git_diff(before, after, folder=ROOT):
+def git_diff(before, after, folder=ROOT, context=3):
     """What `git diff --no-index BEFORE AFTER` prints, whatever the reader's own git is set to."""
-    command = ["git", "diff", "--no-index", before, after]
+    command = ["git", "diff", "--no-index", f"--unified={context}", before, after]
     done = subprocess.run(command, cwd=folder, env=PLAIN_GIT, capture_output=True, encoding="utf-8")
     if done.returncode != 1:
         raise ValueError(done.stderr.strip() or f"{before} and {after} are the same")
@@ -248,7 +248,7 @@ class Site:
             with tempfile.TemporaryDirectory() as folder:
                 for name, source in (("right", right), ("wrong", wrong)):
                     (Path(folder) / name).write_text(source, encoding="utf-8")
-                shown.append((mistake, read_diff(git_diff("right", "wrong", folder), right, wrong)[1]))
+                shown.append((mistake, read_diff(git_diff("right", "wrong", folder, context=2), right, wrong)[1]))
         return self.part("mistakes", mistakes=shown, slug=lambda name: re.sub(r"\W+", "-", name).lower())
 
     def label(self, name):
