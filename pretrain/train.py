@@ -368,7 +368,7 @@ def main():
     try:
         loader = DataLoaderLite(args.data, B, T, rank, world_size, args.seed)
     except (OSError, ValueError) as error:
-        parser.error(f"--data {args.data}: {error}")
+        parser.error(f"--data {args.data}: {error} (pretrain/fineweb.py makes shards)")
     try:
         examples = read_examples(args.hellaswag) if args.hellaswag else []
     except (ImportError, OSError, ValueError) as error:
