@@ -62,7 +62,6 @@ ATTENTION = {
 
 def passes(attention, q, k, v):
     """The two things that are timed: the forward pass alone, and with the backward pass of a gradient of ones."""
-
     # Timer waits for CUDA by itself
     wait = (lambda: None) if q.device.type in ("cpu", "cuda") else torch.accelerator.synchronize
 

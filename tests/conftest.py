@@ -17,9 +17,8 @@ from ladder import ROOT, load, read_ladder
 from torch import nn
 
 RUNGS = {rung.file: rung for rung in read_ladder()}
-SCRIPTS = [
-    script for script in RUNGS if not script.startswith("pretrain/")
-]  # that one reads other data: test_pretrain.py
+# pretrain/train.py reads other data, and has tests of its own: test_pretrain.py
+SCRIPTS = [script for script in RUNGS if not script.startswith("pretrain/")]
 FP16 = "branches/fp16_grad_scaler.py"
 STEP = re.compile(
     r"step (?P<step>[ \d]{4}) \| loss (?P<loss>\d+\.\d{6}) \| "

@@ -28,9 +28,7 @@ def load_model(source):
     except (KeyError, TypeError) as error:
         raise ValueError(f"it is no checkpoint of this project: {error!r}") from None
     except Exception as error:  # the hub, the files and the library raise a dozen kinds
-        hint = (
-            ""
-            if path.exists() or path.suffix == ".pt"
-            else " (without a network, give a folder that holds the weights)"
-        )
-        raise ValueError(" ".join(str(error).split())[:300] + hint) from None
+        reason = " ".join(str(error).split())[:300]
+        if not path.exists() and path.suffix != ".pt":  # a name, then
+            reason += " (without a network, give a folder that holds the weights)"
+        raise ValueError(reason) from None

@@ -41,7 +41,6 @@ def export(model, folder):
     from transformers import AutoTokenizer, logging
 
     logging.disable_progress_bar()
-
     to_hf(model).save_pretrained(folder)
     for name, file in TOKENIZER.items():
         shutil.copyfile(ROOT / "tokenizer" / file, folder / name)
