@@ -228,10 +228,7 @@ def generate(model, prompt, seed, device):
 
 @torch.no_grad()
 def evaluate(model, loader, examples, prompt, seed, device, limit):
-    """All ranks together: the validation loss, HellaSwag's acc_norm (None without examples) and four samples.
-
-    Raises ValueError for a damaged shard.
-    """
+    """All ranks together: the validation loss, HellaSwag's acc_norm (None without examples) and four samples."""
     rank, world_size = loader.rank, loader.world_size
     sums = validate(model, loader, device, limit)
     right = count_right(model, examples, loader.B * loader.T, device, rank, world_size)[1:]
