@@ -18,7 +18,7 @@ from torch import nn
 
 RUNGS = {rung.file: rung for rung in read_ladder()}
 # pretrain/train.py reads other data, and has tests of its own: test_pretrain.py
-SCRIPTS = [script for script in RUNGS if not script.startswith("pretrain/")]
+SCRIPTS = [rung.file for rung in RUNGS.values() if rung.part != "pretrain"]
 FP16 = "branches/fp16_grad_scaler.py"
 STEP = re.compile(
     r"step (?P<step>[ \d]{4}) \| loss (?P<loss>\d+\.\d{6}) \| "

@@ -228,6 +228,11 @@ def test_a_new_idea_takes_a_file_and_a_row(tmp_path):
         ('file = "new.py"\nidea = "none"\ntouches = "main"\nlimit = 1', "touches is a list"),
         ('file = "new.py"\nidea = "none"\ntouches = []', "new.py: 'limit'"),
         ('file = "ddp_run.py"\nidea = "none"', "two rows"),
+        ('file = "new.py"\nidea = "none"\ntouches = []\nlimit = 1\npart = "branch"', "multiple values"),
+        (
+            'file = "new.py"\nidea = "none"\ntouches = []\nlimit = 1\n[[rungs]]',
+            "a table is one of rung, branch",
+        ),
         ("file = ", "Invalid value"),
     ],
 )

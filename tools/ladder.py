@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("rung", "branch", "pretrain")  # the tables of ladder.toml
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 PLAIN_GIT = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # a diff is the same for all
 BEGIN, END = "<!-- the ladder, written by `make readme` from ladder.toml -->\n", "<!-- end of the ladder -->\n"
@@ -26,6 +27,7 @@ class Rung:
 
     file: str
     idea: str
+    part: str
     before: str | None = None
     touches: Sequence[str] = ()
     limit: int = 0
@@ -41,10 +43,12 @@ def read_ladder():
     else:
         import tomli as tomllib
 
-    rungs = []
-    for row in tomllib.loads((ROOT / "ladder.toml").read_text(encoding="utf-8"))["rung"]:
+    rungs, tables = [], tomllib.loads((ROOT / "ladder.toml").read_text(encoding="utf-8"))
+    if unknown := tables.keys() - set(PARTS):
+        raise ValueError(f"ladder.toml: [[{min(unknown)}]]: a table is one of {', '.join(PARTS)}")
+    for part, row in [(name, row) for name in PARTS for row in tables.get(name, [])]:
         above = [rung.file for rung in rungs]
-        row = {"before": above[-1] if above else None} | row
+        row = {"before": above[-1] if part == "rung" and above else None} | row
         row.setdefault("precision", next((r.precision for r in rungs if r.file == row["before"]), ""))
         try:
             if row["before"] not in (above or [None]):
@@ -55,7 +59,7 @@ def read_ladder():
                 raise ValueError("touches is a list, limit a number")
             if row["precision"] not in PRECISIONS:
                 raise ValueError(f"precision is one of {', '.join(PRECISIONS)}")
-            rungs.append(Rung(**row))
+            rungs.append(Rung(part=part, **row))
         except (KeyError, TypeError, ValueError) as error:  # a field too few, too many, or wrong
             raise ValueError(f"ladder.toml: {row.get('file')}: {error}") from None
     return rungs

@@ -45,23 +45,24 @@ class Row:
     words: tuple
     precision: str
     before: str | None
-    kind: str = "rung"
+    kind: str  # rung, branch or peer
 
 
-def rows(peers):
-    """The ladder in order, no branches; with peers, what torchrun adds to ddp_run.py, and what others would run."""
-    ladder = [rung for rung in read_ladder() if not rung.file.startswith("branches/")]
-    found = [Row(rung.file, (rung.file,), rung.precision, rung.before) for rung in ladder]
+def rows(peers, branches):
+    """The rungs of ladder.toml in order; if asked for, its branches, and then the peers: what others would run."""
+    parts = ("rung", "branch") if branches else ("rung",)
+    ladder = [rung for rung in read_ladder() if rung.part in parts]
+    found = [Row(rung.file, (rung.file,), rung.precision, rung.before, rung.part) for rung in ladder]
     if peers:
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "ddp_run.py")
-        found.append(Row("ddp_run.py under torchrun", torchrun, found[-1].precision, "ddp_run.py", "peer"))
         ten = "speedup_10_fused_adamw.py"
-        for name, peer, precision in (
-            ("transformers, plain loop", "plain", "float32"),
-            ("transformers, bf16, compiled", "compiled", "bf16"),
-            ("transformers.Trainer", "trainer", "bf16"),
+        for name, words, precision, before in (
+            ("ddp_run.py under torchrun", torchrun, "bf16", "ddp_run.py"),
+            ("transformers, plain loop", ("tools/peers.py", "plain"), "float32", ten),
+            ("transformers, bf16, compiled", ("tools/peers.py", "compiled"), "bf16", ten),
+            ("transformers.Trainer", ("tools/peers.py", "trainer"), "bf16", ten),
         ):
-            found.append(Row(name, ("tools/peers.py", peer), precision, ten, "peer"))
+            found.append(Row(name, words, precision, before, "peer"))
     return found
 
 
@@ -211,7 +212,7 @@ class Measurement:
 
     def __init__(self, path, data, progress, caches):
         self.path, self.data, self.progress, self.caches = path, data, progress, caches
-        self.settings, self.plan = data["settings"], rows(data["settings"]["peers"])
+        self.settings, self.plan = data["settings"], rows(data["settings"]["peers"], data["settings"]["branches"])
         rounds = self.settings["repeat"] + self.settings["profile"] + self.settings["fit"]
         self.task, self.done = progress.add_task("", total=rounds * len(self.plan)), 0
 
@@ -220,7 +221,7 @@ class Measurement:
         return Path(self.caches) / re.sub(r"\W", "_", row.name)
 
     def run(self, row, title, **changed):
-        """(the run, what the script wrote to stdout). Raises ValueError for arguments that the script refuses."""
+        """(the run, what the script wrote to stdout). A script that fails, in whatever way, is a run with an error."""
         steps = changed.get("steps", self.settings["steps"])
         cold, started, start, count = not self.cache(row).exists(), now(), time.perf_counter(), 0
         self.cache(row).mkdir(exist_ok=True)
@@ -234,8 +235,6 @@ class Measurement:
         self.progress.update(self.task, description=f"{title}  {row.name}")
         text, errors, status = execute(command(row, self.settings, **changed), self.cache(row), on_step)
         run = parse(text, errors, status, steps)
-        if status == 2:
-            raise ValueError(run["error"].rpartition(": error: ")[2])
         return {"started": started, "cold": cold, "process_s": round(time.perf_counter() - start, 2)} | run, text
 
     def next(self, title, row, result):
@@ -259,10 +258,11 @@ class Measurement:
             flags = (f"--{flag}={self.settings[flag.replace('-', '_')]}" for flag in ROOF_FLAGS)
             try:
                 self.data["roof"] = ask("roof.py", *flags)
-            except ValueError as error:  # the speeds hold without it
+            except RuntimeError as error:  # the speeds hold without it
                 self.progress.console.print(f"no roof: {error}", highlight=False, markup=False, soft_wrap=True)
 
     def passes(self):
+        """Raises RuntimeError if every script failed in a whole pass: another pass would end the same way."""
         for number in range(self.settings["repeat"]):
             title = f"pass {number + 1}/{self.settings['repeat']}"
             for row, record in self.each(down=number % 2 == 1):
@@ -273,6 +273,8 @@ class Measurement:
                 record["runs"] = sorted([*others, {"pass": number} | run], key=lambda run: run["pass"])
                 record["precision"] = precision_used(row.precision, text)
                 self.next(title, row, run["error"] or f"{medians(record)[number]:,.2f} ms")
+            if all(row["median_ms"] is None for row in self.data["rows"]):
+                raise RuntimeError("every script failed")
 
     def profiles(self):
         for row, record in self.each():
@@ -299,10 +301,7 @@ class Measurement:
         fit = dict.fromkeys(("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error"))
 
         def fits(size):
-            try:
-                error = self.run(row, f"fit  B {size}", batch_size=size, steps=2)[0]["error"]
-            except ValueError as refused:  # the text is shorter than the batch
-                error = str(refused)
+            error = self.run(row, f"fit  B {size}", batch_size=size, steps=2)[0]["error"]
             fit["limit"] = error or fit["limit"]
             return not error
 
@@ -320,11 +319,12 @@ class Measurement:
 
 
 def ask(tool, *words):
-    """What a tool of the project prints as JSON. Raises ValueError for its error."""
+    """What a tool of the project prints as JSON. Raises ValueError if it refuses its arguments, else RuntimeError."""
     with tempfile.TemporaryDirectory() as cache:
         text, errors, status = execute([f"tools/{tool}", *words], cache)
     if status:
-        raise ValueError(parse(text, errors, status)["error"].rpartition(": error: ")[2])
+        why = parse(text, errors, status)["error"].rpartition(": error: ")[2]
+        raise ValueError(why) if status == 2 else RuntimeError(why)
     return json.loads(text)
 
 
@@ -338,7 +338,8 @@ def commit():
 
 def sources():
     """A hash of all that is measured and measures: results of other sources are another measurement."""
-    files = [ROOT / rung.file for rung in read_ladder()] + [ROOT / "input.txt", *sorted((ROOT / "tools").glob("*.py"))]
+    files = [ROOT / rung.file for rung in read_ladder()]
+    files += [ROOT / "ladder.toml", ROOT / "input.txt", *sorted((ROOT / "tools").glob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
@@ -359,7 +360,7 @@ def begin(this, name, out):
     free = itertools.chain([results / f"{name}-{today}"], (results / f"{name}-{today}-{n}" for n in itertools.count(2)))
     folder = out or next(folder for folder in free if not folder.exists())
     records = []
-    for row in rows(this["settings"]["peers"]):
+    for row in rows(this["settings"]["peers"], this["settings"]["branches"]):
         words = shlex.join(["python", *command(row, this["settings"])])
         about = {"name": row.name, "kind": row.kind, "before": row.before, "precision": row.precision}
         records.append(about | {"command": words, "runs": [], "profile": None, "fit": None})
@@ -387,6 +388,7 @@ def main():
     parser.add_argument("--repeat", type=int, help="passes over the ladder, default 3; 1 on a CPU")
     parser.add_argument("--device", help="default: the accelerator that PyTorch finds, else cpu")
     parser.add_argument("--peers", action="store_true", help="also transformers' training loops, and torchrun")
+    parser.add_argument("--branches", action="store_true", help="also the scripts in branches/")
     parser.add_argument("--profile", action="store_true", help="also where the time of a step goes")
     parser.add_argument("--fit", action="store_true", help="also the largest micro-batch that fits, and its speed")
     parser.add_argument("--out", type=Path, help="folder, default results/<device>-<date>")
@@ -416,6 +418,7 @@ def main():
             "device": machine["device"],
             "repeat": args.repeat or (1 if cpu else 3),
             "peers": args.peers,
+            "branches": args.branches,
             "profile": args.profile,
             "fit": args.fit,
         }
@@ -424,7 +427,7 @@ def main():
         folder, data = begin(this, name, args.out)
         new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
 
     done = " (measured already: move it away to measure anew)" if data["finished"] else ""
@@ -444,15 +447,15 @@ def main():
                 measurement.fits()
         data["finished"] = data["finished"] or now()
         render.save(folder / "ladder.json", data)
-        if all(row["median_ms"] is None for row in data["rows"]):
-            sys.exit(f"{parser.prog}: error: every script failed")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
+    except RuntimeError as error:
+        sys.exit(f"{parser.prog}: error: {error}")
     finally:
         if (folder / "ladder.json").exists():
             render.write(folder)
             if not data["finished"]:
-                print("interrupted: the same command goes on from here")
+                print("not finished: run the same command again to continue")
         elif new:
             folder.rmdir()  # nothing was measured
 
