@@ -1,0 +1,186 @@
+"""Every command that a README, a page, a docstring or `make help` gives works as it stands there, or says why not."""
+
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, RUNGS
+
+pytest.importorskip("zensical", reason="Zensical takes Python 3.11 or later")
+import docs  # noqa: E402
+
+PROGRAMS = "make python pip torchrun git source tensorboard ghp-import apt nvidia-smi code".split()
+
+# Commands that no test runs, by the reason why not. Every other command that is found is run.
+NOT_RUN = {
+    "it is part of a sentence, not a whole command": [
+        "git diff",
+        "git diff --no-index",
+        "git restore",
+        "torchrun --standalone --nproc_per_node=8",
+        "make docs-figures ARGS=results/FOLDER",  # test_measure.py and test_pretrain.py draw from named folders
+        "python tools/curve.py results/FOLDER",
+        "python pretrain/hellaswag.py gpt2 --data FILE",
+    ],
+    "it installs packages or asks for them": [
+        "pip install .",
+        "pip install -r requirements.txt",
+        "pip install -r requirements-dev.txt",  # make test does
+        "pip install -r pretrain/requirements.txt",
+        "pip install ghp-import",
+        "apt install git build-essential python3-dev python3-venv",
+    ],
+    "it runs the tests": [
+        "make test",
+        'make test ARGS="tests/test_ladder.py"',
+        "python tests/kills.py 50",  # test_checkpoints.py runs it with 5
+    ],
+    "it needs an editor, a repository to publish to, or a commit to take back": [
+        "code --diff baseline.py speedup_01_weight_tying.py",
+        "git clone ADDRESS ladder",
+        "cd ladder",
+        "ghp-import --no-jekyll --push docs/site",
+        "git reset --soft HEAD~1",
+    ],
+    "it needs a GPU": [
+        "nvidia-smi topo -m",
+        "python tools/machine.py --device cuda",
+        "python tools/roof.py --model gpt2 --batch-size 4",  # minutes of fp16 on a CPU
+        "python branches/attention_bench.py --batch-size 32 --heads 8 --seq-lens 2048 --dtype fp16",
+        'make ladder ARGS="--model gpt2 --batch-size 16 --fit"',
+        'make ladder ARGS="--model gpt2 --batch-size 16 --repeat 3 --peers --profile"',
+    ],
+    "it needs several GPUs": [
+        "torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500 --rdzv-id=1 "
+        "ddp_run.py --checkpoint-dir checkpoints --resume",  # test_ranks.py: two torchruns on a CPU
+        "torchrun --standalone --nproc_per_node=2 branches/fsdp_run.py --model gpt2-xl",
+        "torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 "
+        "--hellaswag Rowan/hellaswag --checkpoint-dir runs/gpt2 --resume --log-file runs/gpt2.jsonl "
+        "--tensorboard runs/tb",
+        "torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 --checkpoint-dir runs/gpt2 "
+        "--resume",
+    ],
+    "it downloads weights or data from the Hugging Face hub": [
+        "python pretrain/fineweb.py",
+        "python pretrain/hellaswag.py gpt2",
+        "python pretrain/hellaswag.py checkpoints",
+        "python pretrain/train.py --init-from gpt2 --steps 1 --hellaswag Rowan/hellaswag",
+    ],
+}
+REASONS = {command: reason for reason, commands in NOT_RUN.items() for command in commands}
+
+# What a reader has when he comes to a command, made before it is run.
+TRAINED = "python pretrain/train.py --data input.txt --steps 1 --eval-every 1 --warmup-steps 1 --tensorboard {0}/tb "
+TRAINED += "--checkpoint-dir {0} > /dev/null"
+PARQUET = 'python -c \'import pandas; pandas.DataFrame({{"text": ["To be"] * 99}}).to_parquet("{}")\''
+FOLDER = "folder=results/pretrain-nano-cpu-amd-epyc-2026-11-22"
+BEFORE = {
+    r"(sample|export_hf)\.py runs/try|tensorboard --logdir runs/try": TRAINED.format("runs/try"),
+    r"(sample|export_hf)\.py runs/gpt2": TRAINED.format("runs/gpt2"),
+    r"(sample|export_hf)\.py checkpoints": TRAINED.format("checkpoints"),
+    r"--init-from my-gpt2": f"{TRAINED.format('runs/try')}; python tools/export_hf.py runs/try my-gpt2",
+    r"corpus/\*\.jsonl": """mkdir corpus; for n in {1..99}; do echo '{"text": "Not to be"}'; done > corpus/a.jsonl""",
+    r"books/\*\.txt": "mkdir books; cp input.txt books",
+    r"--data shards/books": "python pretrain/fineweb.py --out shards/books input.txt",
+    r"shards \*\.parquet": PARQUET.format("a.parquet"),
+    r"10BT/\*\.parquet": f"mkdir 10BT; {PARQUET.format('10BT/a.parquet')}",
+    r"log-file \$folder": "folder=runs/nano; mkdir -p $folder",
+    r"\$folder$|\$folder/machine": FOLDER,
+    r"speedup_11_my_idea": "cp speedup_10_fused_adamw.py speedup_11_my_idea.py; sed -i s/0.95/0.96/ speedup_11*; "
+    'sed -i \'s/^file = "ddp_run.py"/file = "speedup_11_my_idea.py"\\nidea = ""\\n'
+    'touches = ["main"]\\nlimit = 2\\n\\n[[rung]]\\n&/\' ladder.toml',
+}
+
+# A long command has shown that it works once it prints the first of these; then Ctrl-C, and it ends with the second.
+LONG = {
+    r"^step +1 \|": r"^median of steps ",
+    r"^pass 1/\d  baseline\.py: \S+ ms$": r"^not finished: run the same command again to continue$",
+    r"http://localhost:\d+": "",
+}
+
+
+def commands():
+    """{command: the file where a reader finds it}"""
+    found = {}
+
+    def add(command, where):
+        found.setdefault(" ".join(re.split(r"\s# ", command)[0].split()), where)
+
+    site, rungs = docs.Site(), {f"docs/pages/rungs/{Path(rung.file).stem}.md": rung for rung in RUNGS.values()}
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
+        name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+        text = re.sub(r"<!-- [^>]* from results/ -->.*?<!-- end of", "", text, flags=re.DOTALL)  # how it was measured
+        text += f"\n{site.commands(rungs[name])}\n" if name in rungs else ""
+        blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+        for language, block in blocks.findall(text):
+            for line in block.replace("\\\n", "").splitlines() if language in ("", "bash") else ():
+                add(line, name)
+        for span in re.findall(r"`([^`]+)`", blocks.sub("", text)):
+            if span.split()[0] in PROGRAMS and " " in span:
+                add(span, name)
+    for path in [path for folder in (".", "branches", "pretrain", "tools") for path in ROOT.glob(f"{folder}/*.py")]:
+        for line in (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines():
+            for part in re.split(r"  +", line):
+                if re.match(rf"\(?({'|'.join(PROGRAMS)}) ", part) and part != line:
+                    add(part.strip("()"), path.relative_to(ROOT).as_posix())
+    printed = subprocess.run(["make", "-s", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for line in printed.splitlines():
+        target, more = re.match(r"(make \S+)(.*)", line).groups()
+        for end in ("", *re.findall(r' ARGS=(?:"[^"]*"|\S+)', more)):
+            add(target + end, "make help")
+        for target in re.findall(r"\bdiff-\w+", more):
+            add(f"make {target}", "make help")
+    return found
+
+
+FOUND = commands()
+
+
+def test_a_command_that_is_not_run_is_still_there():
+    assert REASONS.keys() - FOUND.keys() == set()
+    assert [pattern for pattern in BEFORE if not any(re.search(pattern, command) for command in FOUND)] == []
+    assert len(FOUND) > 100  # all places are looked at
+    assert {Path(where).parts[0] for where in FOUND.values()} >= {"README.md", "CONTRIBUTING.md", "docs", "make help"}
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """The project in another folder, with the packages that `make` has installed."""
+    if not (ROOT / ".venv" / "dev").exists():
+        pytest.skip("make test has not made .venv")
+    ignored = shutil.ignore_patterns(".venv", "__pycache__", ".*_cache", "site", "runs")
+    shutil.copytree(ROOT, tmp_path / "ladder", ignore=ignored, symlinks=True)
+    (tmp_path / "ladder" / ".venv").symlink_to(ROOT / ".venv")
+    return tmp_path / "ladder"
+
+
+@pytest.mark.parametrize("command", [command for command in FOUND if command not in REASONS])
+def test_a_command_works_as_it_stands(command, clone, inductor_cache):
+    before = [text for pattern, text in BEFORE.items() if re.search(pattern, command)]
+    script = "\n".join(["set -e", "source .venv/bin/activate", *before, command])
+    env = {"PATH": os.environ["PATH"], "HOME": str(clone.parent), "PYTHONPATH": str(ROOT / "tests" / "offline")}
+    env |= {"TORCHINDUCTOR_CACHE_DIR": inductor_cache, "CUDA_VISIBLE_DEVICES": ""}
+    child = subprocess.Popen(
+        ["bash", "-c", script], cwd=clone, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    printed, end = "", None
+    try:
+        for line in child.stdout:
+            printed += line
+            if end is None and (ends := [LONG[start] for start in LONG if re.search(start, line)]):
+                end = ends[0]
+                os.killpg(child.pid, signal.SIGINT)  # as a terminal sends Ctrl-C
+        status = child.wait()
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+    if end is None:
+        assert status == 0 or (status == 1 and command.startswith("git diff --no-index")), printed
+    else:
+        assert re.search(end, printed, re.MULTILINE), printed
