@@ -3,7 +3,8 @@
 A bfloat16 is the upper half of a float32: the same range, so no loss scaling, and 8 bits of precision. What the
 products write takes half the bytes, which is half the time for all that waits on it, and tensor cores multiply bf16 at
 twice the rate of TF32. Weights, their gradients, the residual stream, LayerNorm and the loss stay float32; so does
-softmax on a GPU. A GPU older than compute capability 8.0 only emulates bf16: this rung says so and goes on without.
+softmax on a GPU. GPUs older than compute capability 8.0 and CPUs without AVX-512 only emulate bf16, which is slow: on
+these, this rung says so and computes as the one before.
 
     git diff --no-index --word-diff speedup_02_tf32.py speedup_03_bf16.py
 """
@@ -202,9 +203,11 @@ def main():
         torch.set_float32_matmul_precision("high")
     else:
         print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
-    use_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    use_bf16 = device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if device.type == "cuda":
+        use_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if not use_bf16:
-        print("no bf16 here: this GPU only emulates it")
+        print("no bf16 here: it takes a GPU that multiplies in bf16, or a CPU with AVX-512")
     torch.manual_seed(args.seed)
     if args.init_from:
         try:

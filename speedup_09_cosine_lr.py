@@ -212,9 +212,11 @@ def main():
         torch.set_float32_matmul_precision("high")
     else:
         print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
-    use_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    use_bf16 = device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if device.type == "cuda":
+        use_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if not use_bf16:
-        print("no bf16 here: this GPU only emulates it")
+        print("no bf16 here: it takes a GPU that multiplies in bf16, or a CPU with AVX-512")
     torch.manual_seed(args.seed)
     if args.init_from:
         try:

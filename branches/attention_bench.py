@@ -106,7 +106,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=4, help="B, sequences, default 4")
     parser.add_argument("--heads", type=int, default=12, help="default 12, as GPT-2 124M")
     parser.add_argument("--head-size", type=int, default=64, help="default 64")
-    parser.add_argument("--dtype", choices=DTYPES, help="default bf16; fp16 on a GPU that only emulates bf16")
+    parser.add_argument("--dtype", choices=DTYPES, help="default bf16, or fp16 or float32 if the device has no bf16")
     parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
     args = parser.parse_args()
     B, n_head, head_size = args.batch_size, args.heads, args.head_size
@@ -117,8 +117,11 @@ def main():
         torch.zeros(1, device=device)
     except (AssertionError, RuntimeError) as error:  # torch's way to say that there is no such device
         parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")
-    emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    name = args.dtype or ("fp16" if emulated else "bf16")
+    name = args.dtype or "bf16"
+    if not args.dtype and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = "fp16"
+    if not args.dtype and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        name = "float32"
     module = torch.get_device_module(device)
     chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
     print(f"device {device} ({chip}) | torch {torch.__version__} | {name} | B {B}, {n_head} heads of {head_size}")

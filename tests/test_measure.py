@@ -168,7 +168,7 @@ def test_steps_of_zero_length_are_no_speed():
 
 
 def test_a_precision_that_the_device_lacks_is_not_held_against_it():
-    lines = "no TF32 here: it takes a GPU\nno bf16 here: this GPU only emulates it\n"
+    lines = "no TF32 here: it takes a GPU\nno bf16 here: it takes a GPU that\n"
     assert measure.precision_used("bf16", "") == "bf16"
     assert measure.precision_used("tf32", lines) == measure.precision_used("bf16", lines) == "float32"
     assert measure.precision_used("bf16", "no bf16 here") == "tf32"

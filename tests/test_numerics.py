@@ -46,6 +46,12 @@ def exact(checkpoint):
     return SimpleNamespace(logits=logits.detach(), loss=loss.item(), gradients=gradients)
 
 
+@pytest.fixture(autouse=True)
+def bf16(monkeypatch):
+    """The rungs compute in bf16 on any CPU, slow as it may be."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+
 def error(ours, theirs):
     """The relative error of a tensor in the Euclidean norm."""
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
@@ -103,6 +109,12 @@ def test_later_rungs_compute_in_bf16_too(script, steps):
     for step in steps(script):
         assert {logits.dtype for logits in step.logits} == {torch.bfloat16}
         assert {grad.dtype for grad in step.grads.values()} == {torch.float32}
+
+
+def test_a_cpu_that_emulates_bf16_computes_in_float32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    (step,) = watch(SCRIPTS[3], "--steps", 1, "--batch-size", 1, "--seq-len", 8)
+    assert step.logits[0].dtype == torch.float32
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 from checkpoint import load_model
-from conftest import ROOT, load, save_gpt2, watch
+from conftest import BF16_CPU, ROOT, load, save_gpt2, watch
 from fineweb import HEADER, Shard, write_shard
 
 TRAIN = "pretrain/train.py"
@@ -543,7 +543,7 @@ def test_the_scores_are_those_of_the_saved_weights(undisturbed, text):
     for row in records(folder / "log.jsonl"):
         if "val_loss" in row and row["step"]:
             model = load_model(folder / "ck" / f"step_{row['step']:08d}.pt")
-            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=BF16_CPU):
                 total, count = train.validate(model, loader, torch.device("cpu"), 2**17)
             assert total / count == pytest.approx(row["val_loss"], abs=2e-3), row["step"]
 

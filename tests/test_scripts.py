@@ -6,7 +6,7 @@ import shutil
 import statistics
 
 import pytest
-from conftest import FP16, ROOT, SCRIPTS, STEP, SUMMARY, clips, since
+from conftest import BF16_CPU, FP16, ROOT, SCRIPTS, STEP, SUMMARY, clips, since
 
 PARAMETERS = {"baseline.py": 13_790_208} | dict.fromkeys(since(1, 7), 7_357_312) | dict.fromkeys(since(7), 7_363_328)
 
@@ -42,6 +42,8 @@ def test_the_lines_are_those_of_the_contract(runs, script):
     )
     if script in since(2):
         assert lines.pop(0).startswith("no TF32 here")
+    if script in set(since(3)) - {FP16} and not BF16_CPU:
+        assert lines.pop(0).startswith("no bf16 here")
     assert re.fullmatch(
         rf"device cpu \(.+\) \| torch \S+ \| nano {PARAMETERS[script]:,} parameters \| B 4 T 128", lines.pop(0)
     )

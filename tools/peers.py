@@ -19,6 +19,7 @@ import time
 import numpy as np
 import torch
 from ladder import load
+from roof import precisions
 from torch import nn
 
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
@@ -40,7 +41,7 @@ def build(name):
     return model.train()
 
 
-def plain(model, loader, steps, device, report, use_bf16=False):
+def plain(model, loader, steps, device, report, use_bf16):
     """The plainest loop."""
     model.to(device)
     optimizer = rung.GPT.configure_optimizers(model)
@@ -58,11 +59,11 @@ def plain(model, loader, steps, device, report, use_bf16=False):
         report(report.clock() - start, loss.item())
 
 
-def compiled(model, loader, steps, device, report):
+def compiled(model, loader, steps, device, report, use_bf16):
     """The same with bf16 and torch.compile."""
     torch.set_float32_matmul_precision("high")
     model.compile()
-    plain(model, loader, steps, device, report, use_bf16=True)
+    plain(model, loader, steps, device, report, use_bf16)
 
 
 class Rows(torch.utils.data.IterableDataset):
@@ -95,7 +96,7 @@ class Reporter(TrainerCallback):
             self.start = self.report.clock()
 
 
-def trainer(model, loader, steps, device, report):
+def trainer(model, loader, steps, device, report, use_bf16):
     """transformers.Trainer."""
     torch.set_float32_matmul_precision("high")
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +104,7 @@ def trainer(model, loader, steps, device, report):
             output_dir=folder,
             per_device_train_batch_size=loader.B,
             max_steps=steps,
-            bf16=True,
+            bf16=use_bf16,
             torch_compile=True,
             optim="adamw_torch_fused",
             learning_rate=rung.get_lr(10, steps + 10),  # its highest
@@ -171,9 +172,12 @@ def main():
     size = sum(p.numel() for p in model.parameters())
     print(f"device {device} | torch {torch.__version__} | {args.model} {size:,} parameters", end=" ")
     print(f"| B {loader.B} T {loader.T}")
+    use_bf16 = args.peer != "plain" and "bf16" in precisions(device)
+    if args.peer != "plain" and not use_bf16:
+        print("no bf16 here")  # as rung 10
     report = Report(device, tokens)
     try:
-        peers[args.peer](model, loader, args.steps, device, report)
+        peers[args.peer](model, loader, args.steps, device, report, use_bf16)
     except torch.OutOfMemoryError:
         sys.exit(f"{parser.prog}: error: out of memory with B {loader.B} and T {loader.T}")
     report.summary()

@@ -37,7 +37,9 @@ def products(config, tokens, square):
 
 
 def precisions(device):
-    """Those that the device multiplies in by itself; on a CPU 16 bits may be emulated, and then show it."""
+    """Those that the device multiplies in. A CPU without AVX-512 emulates 16 bits, and takes minutes for a product."""
+    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return ["float32"]
     if device.type != "cuda":
         return ["float32", "bf16", "fp16"]
     capability = torch.cuda.get_device_capability(device)
