@@ -15,7 +15,7 @@ run: .venv/run
 test: .venv/dev chromium
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 ladder: .venv/dev
 	.venv/bin/python tools/measure.py $(ARGS)

@@ -4,11 +4,13 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -170,7 +172,30 @@ def watch(script, *args, device="cpu", compiled=False, autocast=True, **environm
 @pytest.fixture(scope="session")
 def inductor_cache(tmp_path_factory):
     """Where torch.compile keeps what it made. All runs share it, as they do on a user's machine."""
-    return str(tmp_path_factory.mktemp("inductor"))
+    folder = tmp_path_factory.getbasetemp()
+    return str((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "inductor")
+
+
+def copy_project(folder):
+    """Copy the project's files, but nothing that was built or cached."""
+    return Path(shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "site", "runs")))
+
+
+def commit_all(folder):
+    """Make a folder a git repository with all its files in the first commit."""
+    for words in ("init -q", "add .", "-c user.name=Test -c user.email=test@localhost commit -qm all"):
+        subprocess.run(["git", *words.split()], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """The project in a repository of its own, with the packages that `make` has installed."""
+    if not (ROOT / ".venv" / "dev").exists():
+        pytest.skip("make test has not made .venv")
+    folder = copy_project(tmp_path / "ladder")
+    commit_all(folder)
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    return folder
 
 
 @pytest.fixture(scope="session")

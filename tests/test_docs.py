@@ -11,7 +11,7 @@ from urllib.parse import unquote, urljoin, urlparse
 
 import pytest
 import render
-from conftest import ROOT, RUNGS
+from conftest import ROOT, RUNGS, copy_project
 from ladder import PLAIN_GIT, changed_lines, split
 from test_mistakes import MISTAKES
 
@@ -272,7 +272,7 @@ OVERFLOW = """() => document.documentElement.scrollWidth > innerWidth ? ["the pa
 
 def copied(folder):
     """A copy of the project, and a function that makes its site."""
-    shutil.copytree(ROOT, folder / "ladder", ignore=shutil.ignore_patterns(".*", "__pycache__", "site"))
+    copy_project(folder / "ladder")
 
     def make():
         command = [docs.sys.executable, "tools/docs.py"]

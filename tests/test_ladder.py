@@ -11,7 +11,7 @@ import textwrap
 import tokenize
 
 import pytest
-from conftest import ROOT, RUNGS
+from conftest import ROOT, RUNGS, copy_project
 from ladder import changed_lines, split, with_table
 
 TRAILING = r", (?=[)\]}])"  # the comma that re-wrapping adds
@@ -197,7 +197,7 @@ when_not = "always"
 def test_a_new_idea_takes_a_file_and_a_row(tmp_path):
     """On a copy of the project: with them and `make readme`, what is proven of every script is of the new one too."""
     root = tmp_path / "ladder"
-    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    copy_project(root)
     idea = split(source("speedup_10_fused_adamw.py"))[1].replace("optimizer.zero_grad()", "optimizer.zero_grad(True)")
     (root / "speedup_11_trial.py").write_text(TWELFTH + idea, encoding="utf-8")
     with (root / "ladder.toml").open("a", encoding="utf-8") as file:

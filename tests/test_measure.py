@@ -16,7 +16,7 @@ import pytest
 import render
 import roof
 import torch
-from conftest import ROOT, load
+from conftest import ROOT, copy_project, load
 from torch.utils.flop_counter import FlopCounterMode
 
 # ---- arithmetic
@@ -639,8 +639,8 @@ def test_the_readme_and_its_figures_are_those_of_the_results(tmp_path):
     figures = (ROOT / "docs" / "img").glob("*.svg")
     kept = {path: path.read_bytes() for path in figures if not path.name.startswith("pretrain-")}  # tools/curve.py's
     start, end = readme.index(render.BEGIN) + len(render.BEGIN), readme.index(render.END)
-    copy = tmp_path / "project"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "docs", "__pycache__", ".*_cache"))
+    copy = copy_project(tmp_path / "project")
+    shutil.rmtree(copy / "docs")
     words = [sys.executable, "tools/render.py", *shown]
     done = subprocess.run(words, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -652,8 +652,7 @@ def test_the_readme_and_its_figures_are_those_of_the_results(tmp_path):
 
 
 def test_render_refuses_what_is_no_measurement(tmp_path):
-    copy = tmp_path / "project"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache"))
+    copy = copy_project(tmp_path / "project")
     (copy / "results" / "empty").mkdir()
     (copy / "results" / "empty" / "ladder.json").write_text("{}")
     (copy / "elsewhere").mkdir()
@@ -684,23 +683,43 @@ def test_committed_results_are_valid_and_add_up(path):
 # ---- the real thing
 
 
-def test_two_real_rungs_are_measured(tmp_path):
-    copy = tmp_path / "project"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache"))
-    head, *rows = (ROOT / "ladder.toml").read_text(encoding="utf-8").split("[[rung]]")
-    (copy / "ladder.toml").write_text("[[rung]]".join([head, *rows[:2]]), encoding="utf-8")
-    words = ["--model", "nano", "--batch-size", 1, "--seq-len", 16, "--steps", 4, "--repeat", 2, "--device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, "tools/measure.py", *map(str, words), "--out", tmp_path / "out"],
-        cwd=copy, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    data = render.read(tmp_path / "out" / "ladder.json")
-    assert [row["parameters"] for row in data["rows"]] == [13_790_208, 7_357_312]
-    assert all(len(run["times_ms"]) == 4 for row in data["rows"] for run in row["runs"])
+@pytest.mark.slow
+def test_make_ladder_measures_every_row(clone):
+    """With all that a CPU can do, on real scripts: ended by Ctrl-C in the middle, and then continued."""
+    flags = "--model nano --device cpu --batch-size 1 --seq-len 16 --steps 2 --peers --branches --profile"
+    command = ["make", "ladder", f"ARGS={flags}"]
+    words = {"cwd": clone, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    child, printed = subprocess.Popen(command, start_new_session=True, **words), ""
+    for line in child.stdout:
+        printed += line
+        if line.startswith("pass 1/1  speedup_04_residual_init.py: "):
+            os.killpg(child.pid, signal.SIGINT)
+    assert child.wait() != 0 and printed.endswith("\nnot finished: run the same command again to continue\n")
+    done = subprocess.run(command, **words)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "pass 1/1  baseline.py" not in done.stdout and "pass 1/1  speedup_05_compile.py: " in done.stdout
+    (path,) = [path for path in clone.glob("results/*/ladder.json") if not (ROOT / path.relative_to(clone)).exists()]
+    data = render.read(path)
+    assert [row["name"] for row in data["rows"]] == [row.name for row in measure.rows(peers=True, branches=True)]
+    for row in data["rows"]:
+        assert row["error"] is None and len(row["runs"]) == 1 and len(row["runs"][0]["times_ms"]) == 2, row["name"]
+        assert row["roof_share"] is None or 0 < row["roof_share"] < 1, row["name"]
+        under_torchrun = row["name"] == "ddp_run.py under torchrun"
+        assert under_torchrun or list(row["profile"]["groups_ms"]) == list(render.GROUPS), row["name"]
+    assert [row["parameters"] for row in data["rows"][:2]] == [13_790_208, 7_357_312]
     assert data["roof"]["flops_per_token"] == 6 * (12 * 4 * 128**2 + 50257 * 128) + 12 * 4 * 128 * 16
-    assert all(0 < row["roof_share"] < 1 for row in data["rows"])
-    assert data["machine"]["torch"] == torch.__version__
+    assert data["rows"][0]["roof_share"] and data["finished"] and data["machine"]["torch"] == torch.__version__
+    head = subprocess.run(["git", "rev-parse", "HEAD"], **words).stdout.strip()
+    assert data["commit"].startswith(head)
+
+
+def test_a_model_that_no_script_knows_is_refused_before_anything_is_measured(tmp_path):
+    words = [sys.executable, "tools/measure.py", "--model", "gpt5", "--device", "cpu", "--out", tmp_path / "out"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(
+        "measure.py: error: argument --model: invalid choice: 'gpt5'"
+    )
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 def test_the_measured_speed_agrees_with_an_outside_clock(run):

@@ -6,7 +6,7 @@ import sys
 
 import propagate
 import pytest
-from conftest import ROOT, RUNGS, since
+from conftest import RUNGS, commit_all, copy_project, since
 
 SCRIPTS = list(RUNGS)
 SHARED = "# of tokens\n", "# one row for each token of the vocabulary\n"  # a line that all scripts have
@@ -16,10 +16,8 @@ GONE = "att = q @ k", "att = k @ q"  # a line that rung 06 takes out
 @pytest.fixture
 def clone(tmp_path):
     """A repository that holds the project as it is here, committed."""
-    shutil.copytree(ROOT, tmp_path / "ladder", ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "tokenizer"))
-    clone = Clone(tmp_path / "ladder")
-    for command in ("init -q", "add .", "-c user.name=Test -c user.email=test@localhost commit -qm all"):
-        clone.git(*command.split())
+    clone = Clone(copy_project(tmp_path / "ladder"))
+    commit_all(clone.root)
     return clone
 
 
