@@ -117,11 +117,14 @@ def main():
         torch.zeros(1, device=device)
     except (AssertionError, RuntimeError) as error:  # torch's way to say that there is no such device
         parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")
-    name = args.dtype or "bf16"
-    if not args.dtype and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if args.dtype:
+        name = args.dtype
+    elif device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = "fp16"
-    if not args.dtype and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+    elif device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         name = "float32"
+    else:
+        name = "bf16"
     module = torch.get_device_module(device)
     chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
     print(f"device {device} ({chip}) | torch {torch.__version__} | {name} | B {B}, {n_head} heads of {head_size}")
