@@ -208,7 +208,7 @@ def main():
     if device.type == "cuda":
         use_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if not use_bf16:
-        print("no bf16 here: it takes a GPU that multiplies in bf16, or a CPU with AVX-512")
+        print("no bf16 here: it takes a GPU that supports it, or a CPU with AVX-512")
     torch.manual_seed(args.seed)
     if args.init_from:
         try:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ladder import ROOT, load, read_ladder
+from ladder import PLAIN_GIT, ROOT, load, read_ladder
 from torch import nn
 
 RUNGS = {rung.file: rung for rung in read_ladder()}
@@ -39,6 +40,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+        if item.get_closest_marker("gpu") and "PYTEST_XDIST_WORKER" in os.environ:
+            item.add_marker(pytest.mark.skip(reason='two tests at once on one GPU: make test ARGS="-n 0 -m gpu"'))
 
 
 def since(rung, end=None, among=SCRIPTS):
@@ -170,21 +173,48 @@ def watch(script, *args, device="cpu", compiled=False, autocast=True, **environm
 
 
 @pytest.fixture(scope="session")
-def inductor_cache(tmp_path_factory):
+def inductor_cache(request, tmp_path_factory):
     """Where torch.compile keeps what it made. All runs share it, as they do on a user's machine."""
     folder = tmp_path_factory.getbasetemp()
-    return str((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "inductor")
+    return str((folder.parent if hasattr(request.config, "workerinput") else folder) / "inductor")  # of both workers
 
 
 def copy_project(folder):
-    """Copy the project's files, but nothing that was built or cached."""
-    return Path(shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "site", "runs")))
+    """Copy the project's files, but nothing that was built, cached or made by the README's commands."""
+    made = ".*", "__pycache__", "site", "runs", "checkpoints", "shards", "fineweb10B", "my-gpt2"
+    return Path(shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*made)))
 
 
 def commit_all(folder):
     """Make a folder a git repository with all its files in the first commit."""
     for words in ("init -q", "add .", "-c user.name=Test -c user.email=test@localhost commit -qm all"):
-        subprocess.run(["git", *words.split()], cwd=folder, check=True, capture_output=True)
+        subprocess.run(["git", *words.split()], cwd=folder, check=True, capture_output=True, env=PLAIN_GIT)
+
+
+def press_ctrl_c_at(pattern, command, folder, **environment):
+    """Run a command, as a terminal does, and press Ctrl-C at the first line that matches, if there is one.
+
+    Returns (what it printed to stdout and stderr, its status, or None if Ctrl-C was pressed).
+    """
+    child = subprocess.Popen(
+        command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    limit = threading.Timer(900, lambda: os.killpg(child.pid, signal.SIGKILL))
+    limit.start()
+    printed, pressed = "", False
+    try:
+        for line in child.stdout:
+            printed += line
+            if not pressed and re.search(pattern, line):
+                pressed = True
+                os.killpg(child.pid, signal.SIGINT)
+        status = child.wait()
+    finally:
+        limit.cancel()
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+    return printed, None if pressed else status
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def calm(run):
 
 
 def test_slices_train_as_the_whole_does_and_either_goes_on_from_the_other(run, calm, tmp_path):
-    """In bf16, on two ranks; the first of these runs is compiled."""
+    """In bf16, if the CPU has it, on two ranks; the first of these runs is compiled."""
     words = *SIZES, "--steps", 8, "--save-every", 6, "--checkpoint-dir"
     expected = [float(loss) for _, loss, _ in calm]
     slices = run("branches/fsdp_run.py", *words, tmp_path / "slices", torchrun=2, OMP_NUM_THREADS="1")

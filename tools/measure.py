@@ -1,6 +1,6 @@
 """The whole ladder, measured on this machine:  python tools/measure.py   (make ladder)
 
-Runs every script as a user does, in a process of its own, all with the same B, T and model, and reads the lines that it
+Runs each script as a user does, in a process of its own, all with the same B, T and model, and reads the lines that it
 prints. Writes results/<device>-<date>/ladder.json, the table as summary.txt, and plots. --repeat R goes over the ladder
 R times, up and down in turns (A B C, C B A, A B C ...), so that a machine that drifts favours no rung; a speed-up is
 the median over the passes of the quotient within a pass. Ctrl-C keeps what was measured: the same command goes on from
@@ -430,7 +430,10 @@ def main():
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
 
-    done = " (measured already: move it away to measure anew)" if data["finished"] else ""
+    done = ""
+    if data["finished"]:
+        again = any(row["error"] for row in data["rows"])
+        done = f" (measured already: {'what failed is tried again' if again else 'move it away to measure anew'})"
     print(f"{settings['model']}, B {settings['batch_size']}, T {settings['seq_len']} -> {folder}{done}", flush=True)
     bar = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
     try:

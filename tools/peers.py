@@ -173,8 +173,10 @@ def main():
     print(f"device {device} | torch {torch.__version__} | {args.model} {size:,} parameters", end=" ")
     print(f"| B {loader.B} T {loader.T}")
     use_bf16 = args.peer != "plain" and "bf16" in precisions(device)
+    if args.peer != "plain" and "tf32" not in precisions(device):
+        print("no TF32 here")  # as rung 10 says, for measure.py
     if args.peer != "plain" and not use_bf16:
-        print("no bf16 here")  # as rung 10
+        print("no bf16 here")
     report = Report(device, tokens)
     try:
         peers[args.peer](model, loader, args.steps, device, report, use_bf16)

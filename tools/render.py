@@ -141,7 +141,7 @@ def summary(data):
 
 
 def bars(axes, rows, values, labels, unit):
-    names, colours = [row["name"] for row in rows], [RUNG if row["kind"] == "rung" else PEER for row in rows]
+    names, colours = [row["name"] for row in rows], [PEER if row["kind"] == "peer" else RUNG for row in rows]
     shown = axes.barh(names, values, color=colours, height=0.7)
     axes.bar_label(shown, labels, padding=4, color=INK)
     axes.set_xlabel(unit)
