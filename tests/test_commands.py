@@ -53,6 +53,7 @@ NOT_RUN = {
         "python tools/peers.py plain",  # with GPT-2 124M at B 4 and T 1024
         "python tools/peers.py compiled",
         "python tools/peers.py trainer",
+        "python branches/attention_bench.py",  # test_branches.py runs it with short sequences
         "python branches/attention_bench.py --batch-size 32 --heads 8 --seq-lens 2048 --dtype fp16",
         'make ladder ARGS="--model gpt2 --batch-size 16 --fit"',
         'make ladder ARGS="--model gpt2 --batch-size 16 --repeat 3 --peers --profile"',
