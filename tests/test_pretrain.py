@@ -26,6 +26,7 @@ from conftest import BF16_CPU, ROOT, load, save_gpt2, watch
 from fineweb import HEADER, Shard, write_shard
 
 TRAIN = "pretrain/train.py"
+EAGER = {"TORCH_COMPILE_DISABLE": "1"}  # test_everything_stays_compiled is about the compiler
 END = 50256
 train = load(TRAIN)
 os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(ROOT / "tokenizer"))
@@ -509,7 +510,7 @@ def undisturbed(run, arguments, tmp_path_factory):
     """A whole run: its process, its folder of checkpoints, with a log and TensorBoard's files in it."""
     folder = tmp_path_factory.mktemp("undisturbed")
     paths = ["--checkpoint-dir", folder / "ck", "--log-file", folder / "log.jsonl", "--tensorboard", folder / "tb"]
-    done = run(TRAIN, *arguments, *paths)
+    done = run(TRAIN, *arguments, *paths, **EAGER)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done, folder
@@ -601,7 +602,7 @@ def test_tensorboard_has_what_the_log_has(undisturbed):
 
 
 def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_one(
-    run, undisturbed, arguments, tmp_path, inductor_cache
+    run, undisturbed, arguments, tmp_path
 ):
     done, whole = undisturbed
     out = tmp_path / "out.txt"
@@ -614,7 +615,7 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
         tmp_path / "tb",
     ]
     command = [sys.executable, ROOT / TRAIN, *arguments, *paths, "--resume"]
-    env = os.environ | {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_CACHE_DIR": inductor_cache}
+    env = os.environ | {"OMP_NUM_THREADS": "2"} | EAGER
     for wait_for, more in (
         ("step    2 |", 0.3),
         ("step    4 |", 0),
@@ -629,7 +630,7 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
             time.sleep(more)
             process.kill()
             assert process.wait() == -signal.SIGKILL, out.read_text(encoding="utf-8")
-    last = run(TRAIN, *arguments, *paths, "--resume")
+    last = run(TRAIN, *arguments, *paths, "--resume", **EAGER)
     assert last.returncode == 0, last.stderr
     assert records(tmp_path / "log.jsonl") == records(whole / "log.jsonl")  # losses, scores and samples
     assert scalars(tmp_path / "tb") == scalars(whole / "tb")
@@ -642,7 +643,7 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
 
 def test_two_ranks_find_what_one_finds(run, undisturbed, arguments):
     """The same weights at step 0: the same loss, HellaSwag score and samples, from half the work each."""
-    done = run(TRAIN, *arguments, "--steps", 1, "--model", "nano", torchrun=2)
+    done = run(TRAIN, *arguments, "--steps", 1, "--model", "nano", torchrun=2, **EAGER)
     assert done.returncode == 0, done.stderr
     one, two = (
         re.findall(r"(?m)^step +(\d+) \| val loss (\S+) \| HellaSwag (\S+) .*\n((?: {4}.*\n){4})", text)
@@ -726,7 +727,7 @@ def test_an_exported_model_has_the_same_logits_and_gpt2s_tokenizer(undisturbed, 
 def test_init_from_takes_it_back(run, exported, undisturbed, arguments):
     """It goes on where it was: the first loss is that of a trained model."""
     last = [row for row in records(undisturbed[1] / "log.jsonl") if "val_loss" in row][-1]
-    done = run(TRAIN, *arguments[:2], "--init-from", exported, *arguments[8:], "--steps", 1)
+    done = run(TRAIN, *arguments[:2], "--init-from", exported, *arguments[8:], "--steps", 1, **EAGER)
     assert done.returncode == 0, done.stderr
     found = float(re.search(r"step    0 \| val loss (\S+)", done.stdout)[1])
     assert found == pytest.approx(last["val_loss"], abs=47 / 50257 + 2e-3)  # 47 rows of padding are new
