@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # make test runs two tests at once: more threads wait for each other
 import pytest
 import torch
 from ladder import PLAIN_GIT, ROOT, load, read_ladder
@@ -239,8 +240,9 @@ def run(tmp_path_factory, inductor_cache):
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={torchrun}"]
             launcher += [f"--max-restarts={restarts}"]
             command[1:1] = launcher
-        env = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT / "tests" / "offline")}
-        env |= {"TORCHINDUCTOR_CACHE_DIR": inductor_cache, "OMP_NUM_THREADS": "2"} | environment
+        env = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS")}
+        env |= {"HOME": str(home), "PYTHONPATH": str(ROOT / "tests" / "offline")}
+        env |= {"TORCHINDUCTOR_CACHE_DIR": inductor_cache} | environment
         done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=timeout)
         done.left_behind = sorted(path.name for path in home.iterdir())
         done.steps = [match.groupdict() for match in STEP.finditer(done.stdout)]

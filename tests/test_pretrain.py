@@ -615,7 +615,7 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
         tmp_path / "tb",
     ]
     command = [sys.executable, ROOT / TRAIN, *arguments, *paths, "--resume"]
-    env = os.environ | {"OMP_NUM_THREADS": "2"} | EAGER
+    env = os.environ | EAGER
     for wait_for, more in (
         ("step    2 |", 0.3),
         ("step    4 |", 0),
