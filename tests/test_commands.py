@@ -33,6 +33,8 @@ NOT_RUN = {
     "it runs the tests": [
         "make test",
         'make test ARGS="tests/test_ladder.py"',
+        """make test ARGS="-m 'not slow'\"""",
+        'make test ARGS="-n 0 -m gpu"',
         "python tests/kills.py 50",  # test_checkpoints.py runs it with 5
     ],
     "it needs an editor, or a repository elsewhere": [
