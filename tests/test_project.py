@@ -21,9 +21,7 @@ def test_the_ladder_has_the_twelve_files_that_people_type():
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_is_short_and_stands_alone(script):
     source = (ROOT / script).read_text(encoding="utf-8")
-    assert len(source.splitlines()) < (
-        320 if script.startswith(("baseline", "speedup")) else 400 if script == "ddp_run.py" else 410
-    )
+    assert len(source.splitlines()) <= (320 if script.startswith(("baseline", "speedup")) else 410)
     tree = ast.parse(source)
     used = {"torch", "tiktoken", "numpy"} | set(sys.stdlib_module_names)
     for node in ast.walk(tree):
