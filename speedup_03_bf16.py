@@ -3,8 +3,8 @@
 A bfloat16 is the upper half of a float32: the same range, so no loss scaling, and 8 bits of precision. What the
 products write takes half the bytes, which is half the time for all that waits on it, and tensor cores multiply bf16 at
 twice the rate of TF32. Weights, their gradients, the residual stream, LayerNorm and the loss stay float32; so does
-softmax on a GPU. GPUs older than compute capability 8.0 and CPUs without AVX-512 only emulate bf16, which is slow: on
-these, this rung says so and computes as the one before.
+softmax on a GPU. GPUs older than compute capability 8.0 and x86 CPUs without AVX-512 emulate bf16, which is slow: on
+these, and on other CPUs, this rung says so and computes as the one before.
 
     git diff --no-index --word-diff speedup_02_tf32.py speedup_03_bf16.py
 """

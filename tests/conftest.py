@@ -23,7 +23,7 @@ from torch import nn
 RUNGS = {rung.file: rung for rung in read_ladder()}
 # pretrain/train.py reads other data, and has tests of its own: test_pretrain.py
 SCRIPTS = [rung.file for rung in RUNGS.values() if rung.part != "pretrain"]
-BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # others emulate bf16
+BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # elsewhere the scripts use float32
 FP16 = "branches/fp16_grad_scaler.py"
 STEP = re.compile(
     r"step (?P<step>[ \d]{4}) \| loss (?P<loss>\d+\.\d{6}) \| "

@@ -37,7 +37,7 @@ def products(config, tokens, square):
 
 
 def precisions(device):
-    """Those that the device multiplies in. A CPU without AVX-512 emulates 16 bits, and takes minutes for a product."""
+    """Those that the scripts use on this device. An x86 CPU without AVX-512 takes minutes for a product in 16 bits."""
     if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         return ["float32"]
     if device.type != "cuda":
