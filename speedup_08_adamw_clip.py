@@ -102,14 +102,13 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Token ids (B, T) -> logits (B, T, vocab_size) and, given targets (B, T), the mean cross-entropy in nats."""
+        """Token ids (B, T) -> logits (B, T, vocab_size) or, given targets (B, T), the mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:
             x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, vocab_size)
-        loss = None if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
-        return logits, loss
+        return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     @classmethod
     def from_pretrained(cls, name_or_dir):
@@ -246,7 +245,7 @@ def main():
             x, y = (t.to(device) for t in loader.next_batch())
             optimizer.zero_grad()
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-                logits, loss = model(x, y)
+                loss = model(x, y)
             loss.backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # returns the norm before clipping
             optimizer.step()

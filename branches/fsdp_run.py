@@ -106,14 +106,13 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Token ids (B, T) -> logits (B, T, vocab_size) and, given targets (B, T), the mean cross-entropy in nats."""
+        """Token ids (B, T) -> logits (B, T, vocab_size) or, given targets (B, T), the mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:
             x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, vocab_size)
-        loss = None if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
-        return logits, loss
+        return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self):
         """Fused AdamW in two groups: matrices and embeddings decay, biases and LayerNorm parameters do not."""
@@ -350,7 +349,7 @@ def main():
                 x, y = (t.pin_memory() if device.type == "cuda" else t for t in loader.next_batch())
                 x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)  # queued: Python goes on
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-                    logits, micro_loss = model(x, y)
+                    micro_loss = model(x, y)
                 (micro_loss / accumulation).backward()  # each averages over ranks: what adds up is a slice
                 report[0] += micro_loss.detach() / accumulation / world_size
             report[1] = len(signals)

@@ -61,7 +61,7 @@ def read_examples(source):
 @torch.compile(dynamic=False)
 def negative_log_likelihood(model, idx, targets):
     """Of each row, in nats: the sum over its targets (rows, T) that are not -100. -> (rows,)"""
-    logits = model(idx)[0][..., :50257]  # (rows, T, vocab_size), without padding
+    logits = model(idx)[..., :50257]  # (rows, T, vocab_size), without padding
     return F.cross_entropy(logits.reshape(-1, 50257), targets.view(-1), reduction="none").view_as(targets).sum(dim=1)
 
 

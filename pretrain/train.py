@@ -109,14 +109,13 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Token ids (B, T) -> logits (B, T, vocab_size) and, given targets (B, T), the mean cross-entropy in nats."""
+        """Token ids (B, T) -> logits (B, T, vocab_size) or, given targets (B, T), the mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:
             x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, vocab_size)
-        loss = None if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
-        return logits, loss
+        return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self):
         """Fused AdamW in two groups: matrices and embeddings decay, biases and LayerNorm parameters do not."""
@@ -210,7 +209,7 @@ def validate(model, loader, device, limit):
         tokens = torch.from_numpy(loader.validation[first * T : (first + rows) * T + 1].astype(np.int64))
         x, y = torch.zeros((B, T), dtype=torch.int64), torch.full((B, T), -100)  # cross_entropy's ignore_index
         x[:rows], y[:rows] = tokens[:-1].view(rows, T), tokens[1:].view(rows, T)
-        loss = model(x.to(device), y.to(device))[1].item()  # the mean over the targets that count
+        loss = model(x.to(device), y.to(device)).item()  # the mean over the targets that count
         total, count = total + loss * rows * T, count + rows * T
     return total, count
 
@@ -220,7 +219,7 @@ def generate(model, prompt, seed, device):
     idx = torch.tensor([prompt + [0] * 32])  # (1, T), one shape throughout
     generator = torch.Generator().manual_seed(seed % 2**64)
     for i in range(len(prompt), idx.size(1)):
-        logits = model(idx.to(device))[0][0, i - 1, :50257]  # (vocab_size,): the zeros from i on are not seen
+        logits = model(idx.to(device))[0, i - 1, :50257]  # (vocab_size,): the zeros from i on are not seen
         weights, tokens = (t.cpu() for t in logits.float().softmax(dim=-1).topk(50))
         idx[0, i] = tokens[torch.multinomial(weights, 1, generator=generator)]
     return idx[0]
@@ -472,7 +471,7 @@ def main():
                 x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)  # queued: Python goes on
                 with nullcontext() if not ddp or micro_step == accumulation - 1 else model.no_sync():
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-                        logits, micro_loss = model(x, y)
+                        micro_loss = model(x, y)
                     (micro_loss / accumulation).backward()  # they add up on each rank; the last averages over ranks
                 report[0] += micro_loss.detach() / accumulation / world_size
             report[1] = len(signals)

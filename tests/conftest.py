@@ -90,7 +90,7 @@ class Step:
     """A step of main(), seen from inside."""
 
     events: list = field(default_factory=list)  # sync, clock, batch, zero_grad, forward, backward, step: as they came
-    logits: list = field(default_factory=list)  # of each micro-step
+    logits: list = field(default_factory=list)  # of each micro-step, where it is not compiled
     losses: list = field(default_factory=list)
     before: dict = field(default_factory=dict)  # name -> weight, as the optimizer found it
     grads: dict = field(default_factory=dict)  # name -> gradient, as the optimizer was given it
@@ -118,10 +118,14 @@ def watch(script, *args, device="cpu", compiled=False, autocast=True, **environm
     def forward(model, *inputs):
         models[:] = [model]
         steps[-1].events.append("forward")
-        logits, loss = nn.Module.__call__(model, *inputs)
-        steps[-1].logits.append(logits.detach().clone())
+        if not compiled:  # a hook would be compiled, too, and change what the graph returns
+            keep = steps[-1].logits
+            hook = model.lm_head.register_forward_hook(lambda _, inputs, logits: keep.append(logits.detach().clone()))
+        loss = nn.Module.__call__(model, *inputs)
+        if not compiled:
+            hook.remove()
         steps[-1].losses.append(loss.item())
-        return logits, loss
+        return loss
 
     def update(optimizer, *args, **kwargs):
         if not models:

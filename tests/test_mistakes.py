@@ -96,6 +96,16 @@ MISTAKES = [
         "test_errors.py::test_no_compiler",
     ),
     Mistake(
+        "a training step returns the logits, too",
+        "speedup_05_compile.py",
+        {
+            "return logits if targets is None else F.cross_entropy(": "return logits, F.cross_entropy(",
+            "loss = model(x, y)": "logits, loss = model(x, y)",
+        },
+        "the compiled graph gives the logits a gradient of zeros, adds it, and keeps them until it has made the next",
+        "test_training.py::test_a_compiled_step_returns_the_loss_and_nothing_else[speedup_05_compile.py]",
+    ),
+    Mistake(
         "the targets are not shifted",
         "speedup_07_vocab_pad.py",
         {"tokens[1:].view(self.B, self.T)": "tokens[:-1].view(self.B, self.T)"},
@@ -158,11 +168,11 @@ MISTAKES = [
             """\
                 with nullcontext() if not ddp or micro_step == accumulation - 1 else model.no_sync():
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-                        logits, micro_loss = model(x, y)
+                        micro_loss = model(x, y)
                     (micro_loss / accumulation).backward()  # they add up on each rank; the last averages over ranks
 """: """\
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-                    logits, micro_loss = model(x, y)
+                    micro_loss = model(x, y)
                 model.require_backward_grad_sync = micro_step == accumulation - 1
                 (micro_loss / accumulation).backward()
 """
@@ -290,10 +300,10 @@ MISTAKES = [
         {
             """\
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-                logits, loss = model(x, y)
+                loss = model(x, y)
             loss.backward()
 """: """\
-            logits, loss = model(x, y)
+            loss = model(x, y)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                 loss.backward()
 """

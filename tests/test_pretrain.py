@@ -291,7 +291,7 @@ def test_the_validation_loss_is_the_same_for_any_batch_and_number_of_ranks(corpu
     tokens = torch.arange(100)
     expected = []
     for first in range(0, 99 // T * T, T):
-        logits = model(tokens[None, first : first + T])[0]
+        logits = model(tokens[None, first : first + T])
         expected += F.cross_entropy(logits[0], tokens[first + 1 : first + T + 1], reduction="none").tolist()
     assert np.std(expected) > 0.1
     parts = [
@@ -318,7 +318,7 @@ def test_a_sample_is_what_its_seed_says():
     for i in range(
         len(prompt), len(one)
     ):  # each token is one of the 50 that the model finds likeliest after the others
-        assert one[i] in model(one[None, :i])[0][0, -1, :50257].topk(51).indices  # 51: rounding may change places
+        assert one[i] in model(one[None, :i])[0, -1, :50257].topk(51).indices  # 51: rounding may change places
     assert len(set(one[len(prompt) :].tolist())) > 5
 
 
@@ -337,7 +337,7 @@ class Liker(torch.nn.Module):
         logits = torch.full((*idx.shape, 50304), -20.0)
         logits[..., self.liked] = 0.0
         logits[..., encode(" dog")[0]] = -self.cost
-        return logits, None
+        return logits
 
 
 def example(endings, label, context="The cat", **more):
@@ -390,7 +390,7 @@ def test_the_score_is_that_of_one_text_at_a_time(tmp_path):
         costs = []
         for ending in endings:
             before, after = encode(context), encode(" " + ending)
-            logits = model(torch.tensor([before + after]))[0][0, :, :50257].double().log_softmax(-1)
+            logits = model(torch.tensor([before + after]))[0, :, :50257].double().log_softmax(-1)
             nats = -logits[torch.arange(len(before) - 1, len(before + after) - 1), after]
             costs.append((nats.sum().item(), nats.mean().item()))
         right += [min(range(4), key=lambda i: costs[i][kind]) == label for kind in (0, 1)]
@@ -715,7 +715,7 @@ def test_an_exported_model_has_the_same_logits_and_gpt2s_tokenizer(undisturbed, 
     idx = torch.tensor([encode((ROOT / "input.txt").read_text(encoding="utf-8")[:3000])[:512]])
     with torch.no_grad():
         theirs = hf(idx).logits
-        torch.testing.assert_close(theirs, ours(idx)[0][..., :50257], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(theirs, ours(idx)[..., :50257], atol=1e-5, rtol=1e-5)
     assert theirs.shape[-1] == 50257 and theirs.std() > 0.1
     assert (exported / "model.safetensors").exists()
     tokenizer = AutoTokenizer.from_pretrained(exported)
@@ -790,7 +790,7 @@ def test_the_cache_changes_no_logit(small):
     idx = torch.randint(0, 50257, (3, 40), generator=torch.Generator().manual_seed(1))
     caches = torch.empty(2, 2, 3, 2, 40, 16)
     with torch.no_grad():
-        expected = model(idx)[0][..., :50257]
+        expected = model(idx)[..., :50257]
         for start, end in [(0, 13), *((i, i + 1) for i in range(13, 40))]:
             logits = sample.next_logits(model, idx[:, start:end], caches, start)
             torch.testing.assert_close(logits, expected[:, end - 1], atol=1e-4, rtol=1e-4)
@@ -812,7 +812,7 @@ def test_samples_are_drawn_with_their_probabilities(small):
     model, _, _ = small
     first = next(sample.generate(model, [5, 6], 2000, 1, top_k=3))
     with torch.no_grad():
-        p = sample.probabilities(model(torch.tensor([[5, 6]]))[0][:, -1, :50257], 1.0, 3, 1.0)[0]
+        p = sample.probabilities(model(torch.tensor([[5, 6]]))[:, -1, :50257], 1.0, 3, 1.0)[0]
     counts = torch.bincount(first, minlength=50257) / 2000
     assert (counts - p).abs().max() < 0.06 and (counts > 0).sum() == 3
 

@@ -19,11 +19,12 @@ def describe(device):
     module = torch.get_device_module(device)
     cpu = cpuinfo.get_cpu_info().get("brand_raw") or platform.machine()
     cuda = device.type == "cuda"
+    capability = ".".join(map(str, module.get_device_capability(device))) if cuda else None
     return {
         "device": str(device),
         "name": module.get_device_name(device) if hasattr(module, "get_device_name") else cpu,
         "device_memory_gib": round(module.mem_get_info(device)[1] / 2**30, 1) if cuda else None,
-        "capability": ".".join(map(str, module.get_device_capability(device))) if cuda else None,
+        "capability": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else capability,
         "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
         "cuda": torch.version.cuda or torch.version.hip,
         "torch": torch.__version__,
