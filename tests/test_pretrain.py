@@ -958,7 +958,7 @@ def test_the_readme_shows_the_run_in_results(monkeypatch, tmp_path):
         assert f"best: {scores[best]:.3f} at step {best}" in text
 
 
-@pytest.mark.parametrize("wrong", ["elsewhere", "results/nowhere", "results/cpu-amd-epyc-2026-11-21"])
+@pytest.mark.parametrize("wrong", ["elsewhere", "results/nowhere", "results/cpu-amd-epyc-2026-11-22"])
 def test_the_curve_refuses_what_is_no_run_in_one_line(run, tmp_path, wrong):
     readme = (ROOT / "pretrain" / "README.md").read_bytes()
     done = run("tools/curve.py", tmp_path if wrong == "elsewhere" else ROOT / wrong)
