@@ -205,8 +205,13 @@ def press_ctrl_c_at(pattern, command, folder, **environment):
         command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, start_new_session=True,
     )  # fmt: skip
-    limit = threading.Timer(900, lambda: os.killpg(child.pid, signal.SIGKILL))
-    limit.start()
+
+    def kill_in(seconds):
+        timer = threading.Timer(seconds, lambda: os.killpg(child.pid, signal.SIGKILL))
+        timer.start()
+        return timer
+
+    limit = kill_in(900)
     printed, pressed = "", False
     try:
         for line in child.stdout:
@@ -214,6 +219,8 @@ def press_ctrl_c_at(pattern, command, folder, **environment):
             if not pressed and re.search(pattern, line):
                 pressed = True
                 os.killpg(child.pid, signal.SIGINT)
+                limit.cancel()
+                limit = kill_in(120)  # TensorBoard ends at once, or in rare cases not at all
         status = child.wait()
     finally:
         limit.cancel()
