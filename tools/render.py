@@ -104,7 +104,8 @@ def cells(data):
 def conditions(data):
     """What was measured where, how and when, in sentences."""
     m, s = data["machine"], data["settings"]
-    where = f"{m['name']}, {m['capability']}, {m['cores']} cores" if m["device"] == "cpu" else m["name"]
+    capability = f", {m['capability']}" if m["capability"] not in (None, "DEFAULT") else ""  # of a CPU: AVX2, AVX512
+    where = f"{m['name']}{capability}, {m['cores']} cores" if m["device"] == "cpu" else m["name"]
     if m["driver"]:
         where += f", {m['device_memory_gib']} GiB, driver {m['driver']}, CUDA {m['cuda']}"
     passes = f"{s['repeat']} passes, interleaved, of" if s["repeat"] > 1 else "one pass of"
