@@ -21,7 +21,7 @@ import jinja2
 import numpy as np
 import render
 import unidiff
-from ladder import PLAIN_GIT, ROOT, changed_lines, read_ladder, split
+from ladder import PLAIN_GIT, ROOT, changed_lines, read_ladder, read_toml, split
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from measure import steady
@@ -79,15 +79,16 @@ def git_diff(before, after, folder=ROOT, context=3):
 
 @cache
 def highlighted(source):
-    """Python source as one list of (CSS class, text) per line."""
+    """Python source as one tuple of (CSS class, text) per line."""
     lines = [[]]
     for kind, value in lex(source, PythonLexer(stripnl=False)):
         first, *others = value.split("\n")
         lines[-1].append((STANDARD_TYPES.get(kind, ""), first))
         lines += [[(STANDARD_TYPES.get(kind, ""), text)] for text in others]
-    return lines
+    return [tuple(line) for line in lines]
 
 
+@cache  # most lines stand in many diffs
 def paint(tokens, marks):
     """A line's tokens as HTML, the marked characters in spans of their own."""
     html, start = "", 0
@@ -155,7 +156,7 @@ def read_diff(text, before, after):
             blocks.append(Block(changed, old, new))
         for line in lines:
             tokens = sides[0][line.old - 1] if line.sign == "-" else sides[1][line.new - 1]
-            line.html = paint(tokens, line.marks)
+            line.html = paint(tokens, tuple(line.marks))
         hunks.append((str(hunk).split("\n", 1)[0], blocks))
     return header, hunks
 
@@ -236,14 +237,11 @@ class Site:
         return "```bash\n" + "\n".join(lines) + "\n```"
 
     def mistakes(self):
-        """Each mistake of tests/test_mistakes.py as the diff that plants it."""
-        sys.path.insert(0, str(ROOT / "tests"))
-        from test_mistakes import MISTAKES
-
+        """Each mistake of docs/mistakes.toml as the diff that plants it."""
         shown = []
-        for mistake in MISTAKES:
-            right = wrong = self.source(mistake.script)
-            for old, new in mistake.edits.items():
+        for mistake in read_toml("docs/mistakes.toml")["mistake"]:
+            right = wrong = self.source(mistake["script"])
+            for old, new in mistake["edits"]:
                 wrong = wrong.replace(old, new)
             with tempfile.TemporaryDirectory() as folder:
                 for name, source in (("right", right), ("wrong", wrong)):

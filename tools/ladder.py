@@ -36,14 +36,19 @@ class Rung:
     when_not: str = ""
 
 
-def read_ladder():
-    """The rungs in order. Raises ValueError for a row that is not as ladder.toml says it should be."""
+def read_toml(name):
+    """The tables of a file of the project. Raises ValueError if it is no TOML."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
 
-    rungs, tables = [], tomllib.loads((ROOT / "ladder.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((ROOT / name).read_text(encoding="utf-8"))
+
+
+def read_ladder():
+    """The rungs in order. Raises ValueError for a row that is not as ladder.toml says it should be."""
+    rungs, tables = [], read_toml("ladder.toml")
     if unknown := tables.keys() - set(PARTS):
         raise ValueError(f"ladder.toml: [[{min(unknown)}]]: a table is one of {', '.join(PARTS)}")
     for part, row in [(name, row) for name in PARTS for row in tables.get(name, [])]:
