@@ -1,7 +1,9 @@
 """What the tests share: the list of scripts, a script as a module, watched from inside, or run as a user runs it."""
 
+import ast
 import contextlib
 import io
+import multiprocessing
 import os
 import re
 import shutil
@@ -12,19 +14,24 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # as the scripts set them
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # make test runs two tests at once: more threads wait for each other
+import ladder
 import pytest
 import torch
-from ladder import PLAIN_GIT, ROOT, load, read_ladder
+from ladder import PLAIN_GIT, ROOT, read_ladder
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 RUNGS = {rung.file: rung for rung in read_ladder()}
 # pretrain/train.py reads other data, and has tests of its own: test_pretrain.py
 SCRIPTS = [rung.file for rung in RUNGS.values() if rung.part != "pretrain"]
 BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # elsewhere the scripts use float32
+EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 FP16 = "branches/fp16_grad_scaler.py"
+NANO, TINY = (f'"nano": GPTConfig(n_layer={n}, n_head={n}, n_embd={32 * n})' for n in (4, 1))
 STEP = re.compile(
     r"step (?P<step>[ \d]{4}) \| loss (?P<loss>\d+\.\d{6}) \| "
     r"(?:lr (?P<lr>\d\.\d{4}e-\d\d) \| )?(?:norm (?P<norm>\d+\.\d{4}|inf|nan) \| )?"
@@ -37,7 +44,52 @@ SUMMARY = re.compile(
 )
 
 
+def claim(file):
+    """What a test file shows: the first line of its docstring."""
+    return ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))).splitlines()[0]
+
+
+class Progress:
+    """In place of dots: which claim is being tested and how much is left, every 20 seconds at least."""
+
+    def __init__(self, terminal):
+        self.terminal, self.seen, self.finished, self.start, self.last = terminal, set(), 0, time.monotonic(), 0.0
+
+    def pytest_sessionstart(self, session):
+        self.session = session
+        self.terminal.write_line("collecting the tests of all claims")
+
+    def pytest_runtest_logstart(self, nodeid):
+        file, seconds = nodeid.split("::")[0], time.monotonic() - self.start
+        if file not in self.seen or seconds > self.last + 20:
+            self.seen.add(file)
+            self.last, left = seconds, f"{self.session.testscollected - self.finished:,} tests left"
+            minutes, seconds = divmod(int(seconds), 60)
+            self.terminal.write_line(f"{minutes:3}:{seconds:02}  {left:>16}  {Path(file).name}: {claim(file)}")
+
+    def pytest_runtest_logreport(self, report):
+        self.finished += report.when == "teardown"
+        if report.failed:
+            self.terminal.write_line(f"FAILED  {report.nodeid}")
+
+    def pytest_report_teststatus(self, report):
+        if report.when == "call" or not report.passed:
+            outcome = "error" if report.failed and report.when != "call" else report.outcome
+            return outcome, "", outcome.upper()
+
+
+@pytest.hookimpl(trylast=True)  # pytest makes its reporter first
+def pytest_configure(config):
+    if not hasattr(config, "workerinput") and config.get_verbosity() == 0:
+        config.pluginmanager.register(Progress(config.pluginmanager.get_plugin("terminalreporter")))
+
+
+# The files that take longest. They begin first, so that two workers end together.
+LONGEST = [f"test_{name}.py" for name in "commands scripts measure docs ranks pretrain mistakes".split()]
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: (LONGEST + [item.path.name]).index(item.path.name))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
@@ -57,9 +109,33 @@ def since(rung, end=None, among=SCRIPTS):
     return [script for script in among if stands_on(script, first) and not (last and stands_on(script, last))]
 
 
+def versions(*definitions, among=SCRIPTS):
+    """Of some scripts, those in which one of these definitions, or a method of one, is not that of the file before.
+
+    What is true of them is true of all: test_ladder.py proves that the others have the same text, byte for byte.
+    """
+
+    def differs(rung):
+        return not rung.before or any(f"{name}.".startswith(f"{one}.") for name in rung.touches for one in definitions)
+
+    return [script for script in among if differs(RUNGS[script])]
+
+
+# All that a forward pass is made of.
+MODEL = versions("GPTConfig", "MODELS", "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward")
+
+
 def clips():
     """The scripts that clip the gradient and print its norm."""
     return [*since(8), FP16]
+
+
+def load(script):
+    """A script as a module. Its nano is smaller: what is tested in this process does not depend on the size."""
+    module = ladder.load(script)
+    if hasattr(module, "MODELS"):
+        module.MODELS["nano"] = module.GPTConfig(n_layer=2, n_head=2, n_embd=32)
+    return module
 
 
 def nano(script, seed=1337):
@@ -89,14 +165,12 @@ def save_gpt2(folder, change=None, **config):
 class Step:
     """A step of main(), seen from inside."""
 
-    events: list = field(default_factory=list)  # sync, clock, batch, zero_grad, forward, backward, step: as they came
     logits: list = field(default_factory=list)  # of each micro-step, where it is not compiled
     losses: list = field(default_factory=list)
     before: dict = field(default_factory=dict)  # name -> weight, as the optimizer found it
     grads: dict = field(default_factory=dict)  # name -> gradient, as the optimizer was given it
     after: dict = field(default_factory=dict)  # name -> weight, as the optimizer left it
     groups: list = field(default_factory=list)  # the settings of the optimizer's groups
-    clock: list = field(default_factory=list)  # what it read, in seconds
     printed: dict = field(default_factory=dict)  # the fields of the printed line
 
     @property
@@ -104,63 +178,20 @@ class Step:
         return torch.stack([grad.norm() for grad in self.grads.values()]).norm().item()
 
 
-def watch(script, *args, device="cpu", compiled=False, autocast=True, **environment):
-    """Run a script's main() in this process and return its steps; unless told, torch.compile is left out."""
-    module, steps, models = load(script), [Step()], []
+def play(script, *args, device="cpu", compiled=False, autocast=True, full=False, **environment):
+    """Run a script's main() in this process and return what it printed.
 
-    def seen(event, function):
-        def call(*args, **kwargs):
-            steps[-1].events.append(event)
-            return function(*args, **kwargs)
-
-        return call
-
-    def forward(model, *inputs):
-        models[:] = [model]
-        steps[-1].events.append("forward")
-        if not compiled:  # a hook would be compiled, too, and change what the graph returns
-            keep = steps[-1].logits
-            hook = model.lm_head.register_forward_hook(lambda _, inputs, logits: keep.append(logits.detach().clone()))
-        loss = nn.Module.__call__(model, *inputs)
-        if not compiled:
-            hook.remove()
-        steps[-1].losses.append(loss.item())
-        return loss
-
-    def update(optimizer, *args, **kwargs):
-        if not models:
-            return original(optimizer, *args, **kwargs)  # set_state_dict makes the moments by a step of no length
-        step, parameters = steps[-1], dict(models[0].named_parameters())
-        step.events.append("step")
-        step.groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        step.before = {name: p.detach().clone() for name, p in parameters.items()}
-        step.grads = {name: p.grad.clone() for name, p in parameters.items()}
-        original(optimizer, *args, **kwargs)
-        step.after = {name: p.detach().clone() for name, p in parameters.items()}
-
-    def clock():
-        now, step = time.perf_counter(), steps[-1]
-        step.events.append("clock")
-        step.clock.append(now)
-        if len(step.clock) == 2:
-            steps.append(Step())
-        return now
-
-    original, output = torch.optim.AdamW.step, io.StringIO()
+    Unless told, torch.compile is left out. With `full`, nano is as large as in a process of its own.
+    """
+    module, output = load(script), io.StringIO()
     torch.set_float32_matmul_precision("highest")
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
-        patch.setattr(module.GPT, "__call__", forward)
-        patch.setattr(torch.optim.AdamW, "step", update)
-        patch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
-        for kind in (torch.cpu, torch.accelerator):
-            patch.setattr(kind, "synchronize", seen("sync", kind.synchronize))
-        patch.setattr(module.DataLoaderLite, "next_batch", seen("batch", module.DataLoaderLite.next_batch))
-        patch.setattr(torch.optim.AdamW, "zero_grad", seen("zero_grad", torch.optim.AdamW.zero_grad))
-        patch.setattr(torch.Tensor, "backward", seen("backward", torch.Tensor.backward))
         if not compiled:
             patch.setattr(nn.Module, "compile", lambda *args, **kwargs: None)
         if not autocast:
             patch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
+        if full:
+            patch.setitem(module.MODELS, "nano", module.GPTConfig(n_layer=4, n_head=4, n_embd=128))
         for name, value in environment.items():
             patch.setenv(name, value)
         patch.setattr("sys.argv", [script, "--device", device, *map(str, args)])
@@ -169,25 +200,104 @@ def watch(script, *args, device="cpu", compiled=False, autocast=True, **environm
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # main() sets its own
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    steps.pop()  # what came after the last step's second clock
-    steps = [step for step in steps if "forward" in step.events]  # pretrain/train.py times its evaluations, too
-    for step, line in zip(steps, STEP.finditer(output.getvalue()), strict=True):
-        assert step.after, "no step of AdamW was seen"
+    return output.getvalue()
+
+
+def watch(script, *args, compiled=False, **options):
+    """Run a script's main() in this process, as `play` does, and return its steps."""
+    steps, model = [Step()], None
+
+    def forward(called, *inputs):
+        nonlocal model
+        if not torch.is_grad_enabled():
+            return nn.Module.__call__(called, *inputs)  # pretrain/train.py evaluates
+        model, logits = called, steps[-1].logits
+        if not compiled:  # a hook would be compiled, too, and change what the graph returns
+            hook = model.lm_head.register_forward_hook(lambda *seen: logits.append(seen[-1].detach().clone()))
+        loss = nn.Module.__call__(model, *inputs)
+        if not compiled:
+            hook.remove()
+        steps[-1].losses.append(loss.item())
+        return loss
+
+    def before(optimizer, *_):
+        if model:  # else set_state_dict makes the moments by a step of no length
+            steps[-1].groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            steps[-1].before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            steps[-1].grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def after(*_):
+        if model:
+            steps[-1].after = {name: p.detach().clone() for name, p in model.named_parameters()}
+            steps.append(Step())
+
+    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(load(script).GPT, "__call__", forward)
+            printed = play(script, *args, compiled=compiled, **options)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    steps.pop()  # the one that did not come
+    for step, line in zip(steps, STEP.finditer(printed), strict=True):
         step.printed = line.groupdict()
     return steps
 
 
+@pytest.fixture
+def refused(monkeypatch, capfd):
+    """Run a script's main() in this process, which must end with one line on stderr that says why: what it printed."""
+
+    def refused(script, *args, status=2, says="", lines=1):
+        main = load(script).main
+        monkeypatch.setattr("sys.argv", [script, *map(str, args)])
+        monkeypatch.setattr(nn.Module, "compile", lambda *args, **kwargs: None)
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            main()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # main() sets its own
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        code, (printed, written) = exit.value.code, capfd.readouterr()
+        if isinstance(code, str):  # Python prints it, and the status is 1
+            code, written = 1, f"{written}{code}\n"
+        assert (code, len(written.splitlines())) == (status, lines), written
+        assert re.match(rf"{Path(script).name}: error: .*{says}", written.splitlines()[-1], re.IGNORECASE), written
+        return printed
+
+    return refused
+
+
 @pytest.fixture(scope="session")
 def inductor_cache(request, tmp_path_factory):
-    """Where torch.compile keeps what it made. All runs share it, as they do on a user's machine."""
-    folder = tmp_path_factory.getbasetemp()
-    return str((folder.parent if hasattr(request.config, "workerinput") else folder) / "inductor")  # of both workers
+    """Where torch.compile keeps what it made, from one `make test` to the next if pytest has a cache."""
+    cache = getattr(request.config, "cache", None)
+    return str(cache.mkdir("inductor") if cache else tmp_path_factory.mktemp("inductor"))
 
 
 def copy_project(folder):
     """Copy the project's files, but nothing that was built, cached or made by the README's commands."""
     made = ".*", "__pycache__", "site", "runs", "checkpoints", "shards", "fineweb10B", "my-gpt2"
     return Path(shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*made)))
+
+
+@pytest.fixture(scope="session")
+def verdict():
+    """Run a check of a copy of the project: (pytest's status, its report).
+
+    In a process of its own, forked from one that has imported what takes long and has done nothing else.
+    """
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["pytest", "tiktoken", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"])
+
+    def verdict(root, *words):
+        report = root / "report.xml"
+        words = "-q", "-c", root / "pyproject.toml", f"--junitxml={report}", *words
+        with forks.Pool(1, os.chdir, [root]) as pool:
+            status = pool.apply(pytest.main, [[str(word) for word in words]])
+        return status, report.read_text(encoding="utf-8")
+
+    return verdict
 
 
 def commit_all(folder):
@@ -231,10 +341,15 @@ def press_ctrl_c_at(pattern, command, folder, **environment):
 
 @pytest.fixture
 def clone(tmp_path):
-    """The project in a repository of its own, with the packages that `make` has installed."""
+    """The project in a repository of its own, its nano and text tiny, with the packages that `make` has installed."""
     if not (ROOT / ".venv" / "dev").exists():
         pytest.skip("make test has not made .venv")
     folder = copy_project(tmp_path / "ladder")
+    for script in RUNGS:
+        text = (folder / script).read_text(encoding="utf-8")
+        assert text.count(NANO) == 1
+        (folder / script).write_text(text.replace(NANO, TINY), encoding="utf-8")
+    (folder / "input.txt").write_bytes((ROOT / "input.txt").read_bytes()[:100_000])
     commit_all(folder)
     (folder / ".venv").symlink_to(ROOT / ".venv")
     return folder

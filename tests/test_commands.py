@@ -1,4 +1,7 @@
-"""Each command that a README, a page, a docstring or `make help` gives is run, or listed with the reason why not."""
+"""Every command in a README, a page, a docstring or `make help` works as it stands.
+
+A long one runs until its second step. One that needs a GPU, the hub or minutes is listed in the file with the reason.
+"""
 
 import ast
 import re
@@ -6,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, RUNGS, press_ctrl_c_at
+from conftest import EAGER, ROOT, RUNGS, SCRIPTS, press_ctrl_c_at
 
 PROGRAMS = "make python pip torchrun git source tensorboard ghp-import apt nvidia-smi code cp printf".split()
 
@@ -14,7 +17,6 @@ PROGRAMS = "make python pip torchrun git source tensorboard ghp-import apt nvidi
 NOT_RUN = {
     "it is part of a sentence, not a whole command": [
         "git diff",
-        "git diff --no-index",
         "git restore",
         "torchrun --standalone --nproc_per_node=8",
         "make docs-figures ARGS=results/FOLDER",  # test_measure.py and test_pretrain.py draw from named folders
@@ -32,10 +34,12 @@ NOT_RUN = {
     ],
     "it runs the tests": [
         "make test",
-        'make test ARGS="tests/test_ladder.py"',
-        """make test ARGS="-m 'not slow'\"""",
+        "make test-all",
+        "make test ARGS=tests/test_ladder.py",
+        "make test ARGS=tests/test_model.py",
         'make test ARGS="-n 0 -m gpu"',
-        "python tests/kills.py 50",  # test_checkpoints.py runs it with 5
+        "python -m pytest tests/test_model.py -v",
+        "python tests/kills.py 50",  # test_ranks.py runs it with 5
     ],
     "it needs an editor, or a repository elsewhere": [
         "code --diff baseline.py speedup_01_weight_tying.py",
@@ -43,7 +47,11 @@ NOT_RUN = {
         "cd ladder",
         "ghp-import --no-jekyll --push docs/site",
     ],
-    "make docs, make ladder and make docs-figures run it": [
+    "test_docs.py or test_measure.py runs it, or the same with more options": [
+        "make docs",
+        "make ladder",
+        "make ladder ARGS=--branches",
+        'make ladder ARGS="--repeat 3"',
         "python tools/docs.py",
         "python tools/measure.py",
         "python tools/render.py [FOLDER]",
@@ -150,6 +158,8 @@ def commands():
 
 
 FOUND = commands()
+SAME = {f"python {script}" for script in SCRIPTS[1:]}  # test_scripts.py runs each of them
+RUN = [command for command in FOUND if command not in REASONS.keys() | SAME]
 
 
 def test_a_command_that_is_not_run_is_still_there():
@@ -159,14 +169,13 @@ def test_a_command_that_is_not_run_is_still_there():
     assert {Path(where).parts[0] for where in FOUND.values()} >= {"README.md", "CONTRIBUTING.md", "docs", "make help"}
 
 
-@pytest.mark.parametrize("command", [command for command in FOUND if command not in REASONS])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUN)
 def test_a_command_works_as_it_stands(command, clone):
-    if command == "make docs":
-        pytest.importorskip("zensical", reason="Zensical takes Python 3.11 or later")
     before = [text for pattern, text in BEFORE.items() if re.search(pattern, command)]
     script = "\n".join(["set -e", "source .venv/bin/activate", *before, command])
     env = {"HOME": str(clone.parent), "PYTHONPATH": str(ROOT / "tests" / "offline"), "CUDA_VISIBLE_DEVICES": ""}
-    env |= {"TORCH_COMPILE_DISABLE": "1"}  # test_scripts.py runs them compiled
+    env |= EAGER  # test_scripts.py runs them compiled
     printed, status = press_ctrl_c_at("|".join(LONG), ["bash", "-c", script], clone, **env)
     if status is None:
         start = next(start for start in LONG if re.search(start, printed, re.MULTILINE))
@@ -175,3 +184,11 @@ def test_a_command_works_as_it_stands(command, clone):
         assert status == 1 and printed.startswith("diff --git "), printed
     else:
         assert status == 0 and not command.startswith("make ladder"), printed
+
+
+def test_the_page_lists_each_claim_and_its_file():
+    page = (ROOT / "docs" / "pages" / "checked.md").read_text(encoding="utf-8")
+    files = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.glob("tests/test_*.py")}
+    claims = {(" ".join(ast.get_docstring(tree).split()), f"`{name}`") for name, tree in files.items()}
+    rows = re.findall(r"^\| (.+) \| (`test_\w+\.py`) \|$", page, re.MULTILINE)
+    assert sorted(rows) == sorted(claims)

@@ -1,4 +1,4 @@
-"""DataLoaderLite of every script, and the text and tokenizer that come with them."""
+"""The loader reads every token once per epoch, in order, and several ranks share the batches of one."""
 
 import hashlib
 import os
@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import ROOT, SCRIPTS, load
+from conftest import ROOT, load, versions
 
 BATCH, LENGTH = 3, 5
+LOADERS = versions("DataLoaderLite")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def tokens(short_text):
     return tokens
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", LOADERS)
 def test_batches_are_consecutive_shifted_and_start_over(script, short_text, tokens):
     loader = load(script).DataLoaderLite(short_text, BATCH, LENGTH)
     size, whole = BATCH * LENGTH, (len(tokens) - 1) // (BATCH * LENGTH)
@@ -41,7 +42,7 @@ def test_batches_are_consecutive_shifted_and_start_over(script, short_text, toke
             assert y.flatten().tolist() == tokens[batch * size + 1 : (batch + 1) * size + 1], (epoch, batch)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", LOADERS)
 def test_a_text_of_exactly_one_batch_is_enough_and_one_token_less_is_not(script, short_text, tokens):
     DataLoaderLite, length = load(script).DataLoaderLite, len(tokens) - 1
     loader = DataLoaderLite(short_text, 1, length)
@@ -50,7 +51,7 @@ def test_a_text_of_exactly_one_batch_is_enough_and_one_token_less_is_not(script,
         DataLoaderLite(short_text, 1, length + 1)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", LOADERS)
 def test_a_last_batch_that_ends_with_the_text_is_read(script, tmp_path):
     path = tmp_path / "31 tokens.txt"
     path.write_text(" ".join(map(str, range(31))))
@@ -81,7 +82,7 @@ def test_a_text_without_a_batch_for_each_rank_is_too_short(short_text, tokens):
         load("ddp_run.py").DataLoaderLite(short_text, 1, length, rank=1, world_size=3)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", LOADERS)
 def test_the_text_is_338025_tokens_kept_as_uint16(script):
     tokens = load(script).DataLoaderLite(ROOT / "input.txt", 4, 1024).tokens
     assert isinstance(tokens, np.ndarray) and tokens.dtype == np.uint16

@@ -1,4 +1,8 @@
-"""The site: what its pages hold, and, where there is a Chromium, that a browser can use all of it."""
+"""The site shows git's diffs, the measured figures and right arithmetic, and works in a browser.
+
+Chromium opens every page from the disk and from a server: no console error, no overflow on a phone or a desktop, no
+serious axe violation.
+"""
 
 import functools
 import http.server
@@ -12,8 +16,7 @@ from urllib.parse import unquote, urljoin, urlparse
 import pytest
 import render
 from conftest import ROOT, RUNGS, copy_project
-from ladder import PLAIN_GIT, changed_lines, split
-from test_mistakes import MISTAKES
+from ladder import PLAIN_GIT, changed_lines, read_toml, split
 
 pytest.importorskip("zensical", reason="Zensical takes Python 3.11 or later")
 from bs4 import BeautifulSoup  # noqa: E402
@@ -24,11 +27,15 @@ SCRIPTS = list(RUNGS)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAIRS = [(before, after) for i, after in enumerate(SCRIPTS) for before in SCRIPTS[:i]]
 RUNG_PAGES = [docs.page(script) for script in SCRIPTS]
-SIDE_PAGES = ["index.html", "compare.html", "where.html", "log.html", "mistakes.html", "measuring.html"]
+SIDE_PAGES = ["index.html", "compare.html", "where.html", "log.html", "mistakes.html", "measuring.html", "checked.html"]
 PAGES = [*SIDE_PAGES, *RUNG_PAGES, *(docs.pair_page(*pair) for pair in PAIRS)]
 SHOWN = [*SIDE_PAGES, *RUNG_PAGES, docs.pair_page(SCRIPTS[0], SCRIPTS[10]), docs.pair_page(SCRIPTS[0], SCRIPTS[12])]
+NEAR = [pair if RUNGS[pair[1]].before == pair[0] else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]
 RESULTS = {folder.name: render.read(folder / "ladder.json") for folder in render.newest()}
-browsing = pytest.mark.skipif(not CHROMIUM, reason="no Chromium")
+
+
+def browsing(test):
+    return pytest.mark.slow(pytest.mark.skipif(not CHROMIUM, reason="no Chromium")(test))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +75,7 @@ def test_every_page_is_there_and_no_other(site):
     assert (site / ".nojekyll").exists()  # GitHub Pages serves the folder as it is
 
 
-@pytest.mark.parametrize("before, after", PAIRS)
+@pytest.mark.parametrize("before, after", NEAR)
 def test_the_diff_of_a_page_is_gits(soup, before, after):
     printed = git(before, after)
     pages = [docs.pair_page(before, after)] + [docs.page(after)] * (RUNGS[after].before == before)
@@ -84,7 +91,7 @@ def test_the_diff_of_a_page_is_gits(soup, before, after):
         assert all(old[int(a) - 1] == new[int(b) - 1] for a, b in numbers)
 
 
-@pytest.mark.parametrize("before, after", PAIRS)
+@pytest.mark.parametrize("before, after", NEAR)
 def test_the_docstring_is_folded_away_and_nothing_else(soup, before, after):
     (diff,) = soup(docs.pair_page(before, after)).select(".diff")
     (folded,) = diff.select("details")
@@ -219,20 +226,20 @@ def test_a_rungs_page_shows_what_was_measured_beside_what_was_predicted(soup, sc
 
 
 def test_every_mistake_is_on_its_page(soup):
-    shown = soup("mistakes.html").select(".mistake")
-    assert len(shown) == len(MISTAKES)
-    for section, mistake in zip(shown, MISTAKES, strict=True):
-        assert section.h2.text.lower() == mistake.name.lower() and mistake.harm[1:] in section.p.text
-        assert f"tests/{mistake.check}" in section.text
+    shown, mistakes = soup("mistakes.html").select(".mistake"), read_toml("docs/mistakes.toml")["mistake"]
+    for section, mistake in zip(shown, mistakes, strict=True):
+        assert section.h2.text.lower() == mistake["name"].lower() and mistake["harm"][1:] in section.p.text
+        assert f"tests/{mistake['check']}" in section.text
         planted = "\n".join(line.text[1:].rstrip("\n") for line in section.select("ins"))
         assert planted or section.select("del")
-        for wrong in mistake.edits.values():
+        for _, wrong in mistake["edits"]:
             assert all(line.strip() in section.select_one(".diff").text for line in wrong.splitlines())
 
 
-def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site, soup):
-    broken, ids = [], {page: {found["id"] for found in soup(page).select("[id]")} for page in PAGES}
-    for page in PAGES:
+@pytest.mark.parametrize("pages", [SHOWN, pytest.param(PAGES, marks=pytest.mark.slow)], ids=["of each kind", "all"])
+def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site, soup, pages):
+    broken, ids = [], functools.cache(lambda page: {found["id"] for found in soup(page).select("[id]")})
+    for page in pages:
         for element in soup(page).select("[href], [src]"):
             link = element.get("href") or element.get("src")
             target = urlparse(urljoin(f"file:///{page}", link))
@@ -240,7 +247,7 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site, s
                 continue  # a reader may follow it; there is no network here to follow it with
             path = unquote(target.path).lstrip("/")
             ok = target.scheme == "file" and (site / path).is_file() and not link.startswith("/")
-            if not (ok and (not target.fragment or target.fragment in ids[path])):
+            if not (ok and (not target.fragment or target.fragment in ids(path))):
                 broken.append((page, link))
     assert not broken
 
@@ -263,7 +270,7 @@ def test_a_page_with_all_that_it_loads_is_under_a_megabyte(site, soup, page):
 OVERFLOW = """() => document.documentElement.scrollWidth > innerWidth ? ["the page"] :
     [...document.querySelectorAll("article *")].filter(element => {
         const box = element.getBoundingClientRect()
-        if (!element.textContent.trim() || box.right <= innerWidth + 1 && box.left >= -1) return false
+        if (box.right <= innerWidth + 1 && box.left >= -1 || !element.textContent.trim()) return false
         for (let above = element.parentElement; above !== document.body; above = above.parentElement)
             if (["auto", "scroll"].includes(getComputedStyle(above).overflowX)) return false
         return true
@@ -291,13 +298,8 @@ def made_up(tmp_path_factory):
     """A site with a GPU's result: no roof, a script that failed, passes that failed. (its folder, the result)"""
     root, make = copied(tmp_path_factory.mktemp("gpu"))
     data = json.loads((ROOT / "results" / next(iter(RESULTS)) / "ladder.json").read_text(encoding="utf-8"))
-    data["machine"] |= {
-        "device": "cuda",
-        "name": "NVIDIA Made Up",
-        "device_memory_gib": 16.0,
-        "driver": "1",
-        "cuda": "1",
-    }
+    gpu = {"device": "cuda", "name": "NVIDIA Made Up", "device_memory_gib": 16.0, "driver": "1", "cuda": "1"}
+    data["machine"] |= gpu
     data["roof"], data["settings"]["repeat"] = None, 1
     for row in data["rows"]:
         row["roof_share"] = row["tflops"] = None
@@ -315,6 +317,7 @@ def made_up(tmp_path_factory):
     return root / "docs" / "site", data
 
 
+@pytest.mark.slow
 def test_a_gpus_result_comes_first_also_where_runs_failed_and_there_is_no_roof(made_up):
     folder, data = made_up
     front, *pages = (
@@ -330,6 +333,7 @@ def test_a_gpus_result_comes_first_also_where_runs_failed_and_there_is_no_roof(m
     assert "nothing is known of the spread" in pages[1].text and "The largest batch that ran was B 96" in pages[2].text
 
 
+@pytest.mark.slow
 def test_a_rung_that_was_not_there_when_it_was_measured_has_a_page(copy):
     """Added as CONTRIBUTING says: the script below it was measured against another than now stands above it."""
     root, make = copy
@@ -350,6 +354,7 @@ def test_a_rung_that_was_not_there_when_it_was_measured_has_a_page(copy):
     assert not [cell.text for cell in page.select(".measured td") if "×" in cell.text and "ms per step" in cell.text]
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_page_is_one_line_and_leaves_the_site_that_was_there(copy):
     root, make = copy
     (root / "docs" / "site").mkdir()
@@ -421,9 +426,10 @@ def tab(browser, base):
 @browsing
 def test_every_page_loads_and_nothing_overflows(tab, base):
     for page in PAGES if base.startswith("file:") else SHOWN:
+        tab.set_viewport_size({"width": 390, "height": 900})
         tab.goto(base + page)
         assert tab.locator("h1").count() == 1
-        for width in (390, 1440):
+        for width in (390, 1440) if page in SHOWN else (390,):
             tab.set_viewport_size({"width": width, "height": 900})
             assert not tab.evaluate(OVERFLOW), (page, width)
             if page in SHOWN:

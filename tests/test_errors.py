@@ -1,14 +1,12 @@
-"""What a user can do wrong: one line on stderr, the right status, and nothing of theirs changed."""
+"""A user's mistake gets one line on stderr, a non-zero exit status, and changes nothing."""
 
 import re
 import resource
 import shutil
-import signal
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, SUMMARY, load
+from conftest import EAGER, ROOT, SCRIPTS, SUMMARY
 
 WRONG = {
     "no such file": (["--data", "nowhere.txt"], "nowhere.txt"),
@@ -60,29 +58,21 @@ def folder(tmp_path):
 
 
 CASES = [(script, case) for case in WRONG for script in ("baseline.py", "ddp_run.py")]
+CASES += [("ddp_run.py", case) for case in WRONG_TOTAL] + [(script, "no such file") for script in SCRIPTS[1:]]
 
 
-@pytest.mark.parametrize("script, case", CASES + [("ddp_run.py", case) for case in WRONG_TOTAL])
-def test_bad_input(script, case, folder, monkeypatch, capfd):
-    """In this process, which saves the start of 40 others: main() ends by SystemExit whatever it is given."""
+@pytest.mark.parametrize("script, case", dict.fromkeys(CASES))
+def test_bad_input(script, case, folder, monkeypatch, refused):
     arguments, pattern = (WRONG | WRONG_TOTAL)[case]
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.argv", [script, *arguments])
-    with pytest.raises(SystemExit) as exit:
-        load(script).main()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # main() sets its own
-    assert exit.value.code == 2
-    written = capfd.readouterr().err
-    assert len(written.splitlines()) == 1, written
-    assert re.match(rf"{script}: error: .*{pattern}", written, re.IGNORECASE), written
+    refused(script, *arguments, says=pattern)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_missing_file_in_a_process_of_its_own(run, script):
-    one_line(run(script, "--data", "nowhere.txt"), Path(script).name, 2, "nowhere.txt")
+def test_a_missing_file_in_a_process_of_its_own(run):
+    one_line(run("baseline.py", "--data", "nowhere.txt"), "baseline.py", 2, "nowhere.txt")
 
 
-@pytest.mark.parametrize("script", ["baseline.py", "ddp_run.py"])
+@pytest.mark.parametrize("script", ["baseline.py", pytest.param("ddp_run.py", marks=pytest.mark.slow)])
 def test_out_of_memory_names_b_and_t_and_the_flags(script, tmp_path, run):
     # a process that may not have more than 6 GiB of addresses, and logits that take 62
     shutil.copy(ROOT / "tests" / "offline" / "sitecustomize.py", tmp_path)
@@ -92,10 +82,11 @@ def test_out_of_memory_names_b_and_t_and_the_flags(script, tmp_path, run):
     arguments = ["--batch-size", 300, "--seq-len", 1024, "--steps", 1]
     if script == "ddp_run.py":
         arguments += ["--total-batch-size", 300 * 1024]
-    done = run(script, *arguments, PYTHONPATH=str(tmp_path))
+    done = run(script, *arguments, PYTHONPATH=str(tmp_path), **EAGER)
     one_line(done, script, 1, "out of memory with B 300 and T 1024: lower --batch-size or --seq-len")
 
 
+@pytest.mark.slow
 def test_no_compiler(run, tmp_path):
     done = run(
         "speedup_05_compile.py", "--steps", 1, PATH=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")
@@ -103,13 +94,12 @@ def test_no_compiler(run, tmp_path):
     one_line(done, "speedup_05_compile.py", 1, r"torch\.compile failed: .*No working C\+\+ compiler")
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(run, tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(refused, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=16))
     with torch.no_grad():
         model.transformer.ln_f.bias[0] = float("inf")
     model.save_pretrained(tmp_path)
-    done = run("baseline.py", "--init-from", tmp_path)
-    one_line(done, "baseline.py", 1, "the loss is not finite at step 0")
-    assert SUMMARY.search(done.stdout)
+    printed = refused("baseline.py", "--init-from", tmp_path, status=1, says="the loss is not finite at step 0")
+    assert SUMMARY.search(printed)

@@ -1,4 +1,7 @@
-"""What only a CUDA GPU can show: GPT-2 124M itself, with the defaults that a reader runs."""
+"""On a CUDA GPU, GPT-2 124M trains with the defaults.
+
+These tests, and those marked `gpu` in other files, skip themselves without a GPU.
+"""
 
 import json
 import math

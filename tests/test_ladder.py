@@ -1,4 +1,9 @@
-"""The diff proof: each script is the one before it, byte for byte, but for the definitions that ladder.toml names."""
+"""Each script is the one before it, byte for byte, except in its one idea.
+
+`ladder.toml` names the definitions that an idea may change. Nothing else is renamed, moved or re-wrapped, no diff
+exceeds its limit of lines, and every script runs without the others. Breaches of each kind are planted and must be
+reported.
+"""
 
 import ast
 import difflib
@@ -11,7 +16,7 @@ import textwrap
 import tokenize
 
 import pytest
-from conftest import ROOT, RUNGS, copy_project
+from conftest import ROOT, RUNGS, SCRIPTS, copy_project
 from ladder import changed_lines, split, with_table
 
 TRAILING = r", (?=[)\]}])"  # the comma that re-wrapping adds
@@ -194,8 +199,8 @@ when_not = "always"
 """
 
 
-def test_a_new_idea_takes_a_file_and_a_row(tmp_path):
-    """On a copy of the project: with them and `make readme`, what is proven of every script is of the new one too."""
+def test_a_new_idea_takes_a_file_and_a_row(tmp_path, verdict):
+    """On a copy of the project: with them and `make readme`, all that is checked of every script is checked of it."""
     root = tmp_path / "ladder"
     copy_project(root)
     idea = split(source("speedup_10_fused_adamw.py"))[1].replace("optimizer.zero_grad()", "optimizer.zero_grad(True)")
@@ -207,16 +212,15 @@ def test_a_new_idea_takes_a_file_and_a_row(tmp_path):
     assert "| [`speedup_11_trial.py`](speedup_11_trial.py) | a trial | +1 −1 in `main` | never | always |" in readme
 
     def proofs(which):
-        command = [sys.executable, "-m", "pytest", "-v", "tests/test_ladder.py", "tests/test_model.py", "-k", which]
-        return subprocess.run(command, cwd=root, capture_output=True, text=True)
+        return verdict(root, root / "tests" / "test_ladder.py", root / "tests" / "test_training.py", "-k", which)
 
-    done = proofs("trial or readme")
-    assert done.returncode == 0, done.stdout
-    for test in ("within_its_limit", "idea_alone", "never_changes_an_earlier_logit"):
-        assert f"{test}[speedup_11_trial.py] PASSED" in done.stdout, test
+    status, report = proofs("trial and not compile or readme")
+    assert status == 0, report
+    for test in ("within_its_limit", "idea_alone", "counted_per_second"):
+        assert f"{test}[speedup_11_trial.py]" in report, test
     (root / "ladder.toml").write_text(source("ladder.toml") + ROW.replace('["main"]', "[]"), encoding="utf-8")
-    done = proofs("alone and trial")
-    assert done.returncode == 1 and "main differs, and its row does not say so" in done.stdout, done.stdout
+    status, report = proofs("alone and trial")
+    assert status == 1 and "main differs, and its row does not say so" in report, report
 
 
 @pytest.mark.parametrize(
@@ -249,3 +253,53 @@ def test_a_wrong_row_is_one_clear_error(row, text, tmp_path):
     assert done.stderr.startswith("ladder.py: error: ") and text in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == source("README.md")
+
+
+def test_the_ladder_has_the_twelve_files_that_people_type():
+    ideas = "weight_tying tf32 bf16 residual_init compile flash_attn vocab_pad adamw_clip cosine_lr fused_adamw".split()
+    rungs = [f"speedup_{number:02d}_{idea}.py" for number, idea in enumerate(ideas, start=1)]
+    ladder = ["baseline.py", *rungs, "ddp_run.py"]
+    assert [script for script in SCRIPTS if script in ladder] == ladder
+    files = [path.relative_to(ROOT).as_posix() for folder in (".", "branches") for path in ROOT.glob(f"{folder}/*.py")]
+    assert set(files) == set(SCRIPTS) | {"branches/attention_bench.py"}  # which trains nothing: test_branches.py
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_short_and_stands_alone(script):
+    source = (ROOT / script).read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= (320 if script.startswith(("baseline", "speedup")) else 410)
+    tree = ast.parse(source)
+    used = {"torch", "tiktoken", "numpy"} | set(sys.stdlib_module_names)
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name == "transformers":
+                assert node not in tree.body  # only inside GPT.from_pretrained
+            else:
+                assert name.split(".")[0] in used, name
+
+
+@pytest.mark.parametrize(
+    "number, text",
+    [
+        ("03", "torch.autocast"),
+        ("10", "fused=True"),
+        ("ddp", "DistributedDataParallel"),
+        ("fsdp", "fully_shard"),
+        ("fp16", "GradScaler"),
+        ("train", "validate"),
+    ],
+)
+def test_make_diff_shows_a_rung_against_the_one_before(number, text):
+    done = subprocess.run(["make", "--no-print-directory", f"diff-{number}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    docstring, diff = done.stdout.split("\x1b", 1)
+    assert docstring.startswith('"""') and "+++ b/" in diff
+    assert re.search(rf"\x1b\[32m[^\x1b]*{re.escape(text)}", diff)  # in green
+
+
+def test_make_diff_refuses_a_rung_that_is_not_there():
+    done = subprocess.run(["make", "diff-99"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "there is no rung 99" in done.stderr

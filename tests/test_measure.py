@@ -1,4 +1,8 @@
-"""The measuring: its arithmetic on logs made up here, a whole measurement of scripts made up here, and its clock."""
+"""`make ladder` measures what it says and survives Ctrl-C; the published figures are those in `results/`.
+
+Medians, ratios and shares are computed from logs with known answers, FLOPs are compared with PyTorch's counter, the
+speed with an outside clock, and the peers with rung 10.
+"""
 
 import json
 import os
@@ -16,8 +20,12 @@ import pytest
 import render
 import roof
 import torch
-from conftest import ROOT, RUNGS, copy_project, load, press_ctrl_c_at
+from conftest import ROOT, copy_project, load, press_ctrl_c_at, since
 from torch.utils.flop_counter import FlopCounterMode
+
+MACHINE = {"device": "cpu", "name": "Made Up(R) 9000", "cpu": "Made Up", "capability": "AVX2", "cores": 2, "threads": 2}
+MACHINE |= {"memory_gib": 8.0, "torch": "2", "python": "3", "system": "Linux"}
+MACHINE |= dict.fromkeys(("device_memory_gib", "driver", "cuda"))
 
 # ---- arithmetic
 
@@ -45,20 +53,9 @@ def record(name, passes, before=None, precision="float32", errors=()):
 
 def measurement(*rows, **ceilings):
     settings = {"model": "nano", "batch_size": 4, "seq_len": 128, "steps": 20, "device": "cpu", "repeat": 2}
-    machine = {
-        "device": "cpu",
-        "name": "Made Up",
-        "cpu": "Made Up",
-        "capability": "AVX2",
-        "cores": 2,
-        "threads": 2,
-        "memory_gib": 8.0,
-        "torch": "2",
-    }
-    machine |= dict.fromkeys(("device_memory_gib", "driver", "cuda")) | {"python": "3", "system": "Linux"}
     data = {
         "settings": settings | {"peers": False, "profile": False, "fit": False},
-        "machine": machine,
+        "machine": dict(MACHINE),
         "commit": None,
         "sources_sha256": "",
         "command": "python tools/measure.py",
@@ -76,13 +73,8 @@ SLOW, FAST = [900.0] * 10 + [100.0] * 10, [900.0] * 10 + [50.0] * 10
 
 def test_a_log_is_read_as_printed():
     run = measure.parse(log([12.5, 7.25], [10.5, 9.25], memory=2.75), steps=2)
-    assert run == {
-        "times_ms": [12.5, 7.25],
-        "losses": [10.5, 9.25],
-        "peak_memory_gib": 2.75,
-        "parameters": 7_000_000,
-        "error": None,
-    }
+    known = {"times_ms": [12.5, 7.25], "losses": [10.5, 9.25], "peak_memory_gib": 2.75, "parameters": 7_000_000}
+    assert run == known | {"error": None}
 
 
 def test_the_steps_that_count_are_those_of_the_scripts():
@@ -139,11 +131,8 @@ def test_a_rung_that_fails_is_a_row_that_says_why():
     "status, errors, said",
     [
         (1, "Traceback\n  ...\nValueError: why\n", "ValueError: why"),
-        (
-            1,
-            "x.py: error: no compiler\n=====\nroot cause\n",
-            "x.py: error: no compiler",
-        ),  # torchrun's report comes after
+        # torchrun's report comes after
+        (1, "x.py: error: no compiler\n=====\nroot cause\n", "x.py: error: no compiler"),
         (-9, "half a line", "killed by SIGKILL"),
         (3, "", "status 3"),
     ],
@@ -287,6 +276,7 @@ def test_kernels_of_a_gpu_are_grouped_by_their_name_and_by_what_launched_them():
     }
 
 
+@pytest.mark.slow
 def test_the_time_of_a_real_step_is_all_there(run):
     done = run("tools/kernels.py", ROOT / "baseline.py", "--steps", measure.PROFILED_STEPS)
     assert done.returncode == 0, done.stderr
@@ -342,6 +332,7 @@ def rung_10(updates):
     return updates("speedup_10_fused_adamw.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
     done = updates("tools/peers.py", peer)
@@ -377,17 +368,6 @@ for step in range(steps):
         time.sleep(0.01)
 print(f"median of steps 0-1: 1.00 ms, 1 tok/s, peak memory {B:.2f} GiB")
 """
-MACHINE = {
-    "device": "cpu",
-    "name": "Made Up(R) 9000",
-    "cpu": "Made Up",
-    "capability": "AVX2",
-    "cores": 2,
-    "threads": 2,
-    "memory_gib": 8.0,
-    "torch": "2",
-}
-MACHINE |= dict.fromkeys(("device_memory_gib", "driver", "cuda")) | {"python": "3", "system": "Linux"}
 GROUPS = dict.fromkeys(render.GROUPS, 1.0)
 
 
@@ -586,11 +566,8 @@ def test_fit_finds_the_largest_batch_and_measures_there(made_up):
     done = made_up.call("--fit", "--repeat", 1)
     assert done.returncode == 0, done.stderr
     fits = [row["fit"] for row in made_up.result()[1]["rows"]]
-    assert [fit["batch_size"] for fit in fits] == [
-        8,
-        8,
-        64,
-    ]  # the grid's last up to 9; 78 * 128 + 1 tokens are the text
+    # the grid's last up to 9; 78 * 128 + 1 tokens are the text
+    assert [fit["batch_size"] for fit in fits] == [8, 8, 64]
     assert all("out of memory with B 10 and T 128" in fit["limit"] for fit in fits[:2])
     assert fits[2]["limit"] == "c.py: error: 10000 tokens are too few"
     assert [fit["tokens_per_s"] for fit in fits] == [16_000, 32_000, 64_000]
@@ -691,15 +668,14 @@ def test_committed_results_are_valid_and_add_up(path):
 @pytest.mark.slow
 def test_make_ladder_measures_every_row(clone):
     """With all that a CPU can do, on the real scripts: ended by Ctrl-C in the middle, and then continued."""
-    for script in RUNGS:  # one layer: compiling four takes twice as long
+    for script in since(5):  # test_scripts.py compiles them; here only the peer is compiled
         text = (clone / script).read_text(encoding="utf-8")
-        assert text.count('"nano": GPTConfig(n_layer=4,') == 1
-        (clone / script).write_text(text.replace("GPTConfig(n_layer=4,", "GPTConfig(n_layer=1,"), encoding="utf-8")
+        (clone / script).write_text(text.replace("model.compile(", "dict("), encoding="utf-8")
     flags = "--model nano --device cpu --batch-size 1 --seq-len 16 --steps 2 --peers --branches --profile"
     command = ["make", "ladder", f"ARGS={flags}"]
     printed, _ = press_ctrl_c_at("pass 1/1  speedup_04_residual_init.py: ", command, clone)
     assert "\nnot finished: run the same command again to continue\n" in printed
-    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=3000)
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "pass 1/1  baseline.py" not in done.stdout and "pass 1/1  speedup_05_compile.py: " in done.stdout
     (path,) = [path for path in clone.glob("results/*/ladder.json") if not (ROOT / path.relative_to(clone)).exists()]
@@ -711,9 +687,9 @@ def test_make_ladder_measures_every_row(clone):
         assert 0 < row["roof_share"] < 1 if ceiling else row["precision"] == "fp16", row["name"]
         under_torchrun = row["name"] == "ddp_run.py under torchrun"
         assert under_torchrun or list(row["profile"]["groups_ms"]) == list(render.GROUPS), row["name"]
-    layer = 12 * 128**2 + 13 * 128
-    assert [row["parameters"] for row in data["rows"][:2]] == [13_790_208 - 3 * layer, 7_357_312 - 3 * layer]
-    assert data["roof"]["flops_per_token"] == 6 * (12 * 128**2 + 50257 * 128) + 12 * 128 * 16
+    rest = 1024 * 32 + 12 * 32**2 + 13 * 32 + 2 * 32
+    assert [row["parameters"] for row in data["rows"][:2]] == [2 * 50257 * 32 + rest, 50257 * 32 + rest]
+    assert data["roof"]["flops_per_token"] == 6 * (12 * 32**2 + 50257 * 32) + 12 * 32 * 16
     assert data["rows"][0]["roof_share"] and data["finished"] and data["machine"]["torch"] == torch.__version__
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=clone, capture_output=True, text=True).stdout.strip()
     assert data["commit"].startswith(head)
@@ -728,17 +704,17 @@ def test_a_model_that_no_script_knows_is_refused_before_anything_is_measured(tmp
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
-def test_the_measured_speed_agrees_with_an_outside_clock(run):
-    """By the process: 60 steps less 20. The machine is shared, so one try of five must agree."""
-    for _ in range(5):
-        spent = {}
-        for steps in (20, 60):
-            start = time.perf_counter()
-            done = run("speedup_04_residual_init.py", "--steps", steps)
-            spent[steps] = time.perf_counter() - start
-        measured = measure.parse(done.stdout, steps=60)
-        rate = 4 * 128 / (sum(measure.steady(measured["times_ms"])) / 50 / 1000)
-        outside = 40 * 4 * 128 / (spent[60] - spent[20])
-        if rate == pytest.approx(outside, rel=0.05):
+@pytest.mark.slow
+def test_the_measured_speed_agrees_with_an_outside_clock():
+    """The lines come as far apart as the steps say they took. The machine is shared: one try of three must agree."""
+    command = [sys.executable, ROOT / "speedup_04_residual_init.py", "--steps", "30"]
+    for _ in range(3):
+        printed, came = "", []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            for line in child.stdout:
+                printed += line
+                came += [time.perf_counter()] * line.startswith("step ")
+        inside, outside = sum(measure.parse(printed, steps=30)["times_ms"][10:]) / 1000, came[-1] - came[9]
+        if inside == pytest.approx(outside, rel=0.05):
             return
-    pytest.fail(f"measured {rate:.0f} tok/s, by the outside clock {outside:.0f}")
+    pytest.fail(f"the steps say that they took {inside:.2f} s, and their lines came within {outside:.2f} s")

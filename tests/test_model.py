@@ -1,17 +1,24 @@
-"""The model of every script: its parameters, how they start, what is tied, and what a token can see."""
+"""The model is GPT-2: its parameters, its initialization, `transformers`' logits, a published loss curve.
 
+The first 50 losses of a public run, within 0.001, follow from the seed alone: initial weights, order of the data,
+model and optimizer.
+"""
+
+import json
 import math
 
 import pytest
 import torch
-from conftest import SCRIPTS, load, nano, since
+from conftest import MODEL, ROOT, SCRIPTS, load, nano, play, save_gpt2, since, versions
 from torch import nn
+from torch.nn import functional as F
 
+LOADED = [script for script in SCRIPTS if script in {*MODEL, *versions("GPT.from_pretrained")}]
 GPT2_PARAMETERS = {"baseline.py": 163_037_184} | dict.fromkeys(since(1, 7), 124_439_808)
 GPT2_PARAMETERS |= dict.fromkeys(since(7), 124_475_904)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", MODEL)
 def test_gpt2_has_the_published_number_of_parameters(script):
     module = load(script)
     with torch.device("meta"):
@@ -30,21 +37,21 @@ def test_the_larger_models_are_the_published_ones():
         assert model.config.n_embd == 64 * model.config.n_head
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", MODEL)
 def test_modules_are_built_in_the_order_of_the_published_curves(script):
     names = [name for name, _ in nano(script).named_parameters()]
     block = (
         "ln_1 ln_1 attn.c_attn attn.c_attn attn.c_proj attn.c_proj ln_2 ln_2 mlp.c_fc mlp.c_fc mlp.c_proj mlp.c_proj"
     )
     expected = ["transformer.wte.weight", "transformer.wpe.weight"]
-    for layer in range(4):
+    for layer in range(2):
         for i, part in enumerate(block.split()):
             expected.append(f"transformer.h.{layer}.{part}.{('weight', 'bias')[i % 2]}")
     expected += ["transformer.ln_f.weight", "transformer.ln_f.bias"]
     assert names == expected + ["lm_head.weight"] * (script == "baseline.py")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", MODEL)
 def test_every_parameter_starts_as_the_contract_says(script):
     model = nano(script)
     for name, p in model.named_parameters():
@@ -54,13 +61,13 @@ def test_every_parameter_starts_as_the_contract_says(script):
             assert torch.equal(p, torch.zeros_like(p)), name
         else:
             residual = name.endswith("c_proj.weight") and script in since(4)
-            std = 0.02 / math.sqrt(2 * 4) if residual else 0.02
+            std = 0.02 / math.sqrt(2 * 2) if residual else 0.02
             error = 4 / math.sqrt(2 * p.numel())  # four standard errors of a standard deviation
             assert p.std().item() == pytest.approx(std, rel=error), name
             assert abs(p.mean().item()) < 4 * std / math.sqrt(p.numel()), name
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", MODEL)
 def test_the_head_and_the_embedding_are_one_matrix_and_stay_so(script):
     model = nano(script)
     tied = script != "baseline.py"
@@ -81,7 +88,7 @@ def test_the_head_and_the_embedding_are_one_matrix_and_stay_so(script):
     assert (model.transformer.wte.weight.grad is model.lm_head.weight.grad) == tied
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", MODEL)
 def test_a_later_token_never_changes_an_earlier_logit(script):
     model, vocabulary = nano(script), 50257
     torch.manual_seed(0)
@@ -95,7 +102,7 @@ def test_a_later_token_never_changes_an_earlier_logit(script):
     assert all(not torch.equal(before[:, t], after[:, t]) for t in range(10, 16))  # and every later one
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", MODEL)
 def test_the_loss_is_the_mean_cross_entropy_of_the_targets(script):
     model = nano(script)
     nn.init.constant_(model.transformer.ln_f.weight, 10.0)  # logits all alike would hide what is averaged
@@ -105,3 +112,131 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_targets(script):
     assert logits.shape == (3, 8, model.config.vocab_size)
     chosen = torch.log_softmax(logits.double(), dim=-1).gather(-1, targets[..., None])
     assert loss.item() == pytest.approx(-chosen.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("number", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_rung_04_in_float32_gives_the_published_losses(number):
+    published = json.loads((ROOT / "tests" / "data" / "published_curve.json").read_text())["loss"]
+    assert len(published) == 50
+    module = load("speedup_04_residual_init.py")
+    torch.manual_seed(1337)
+    model = module.GPT(module.MODELS["gpt2"])
+    loader = module.DataLoaderLite(ROOT / "input.txt", batch_size=4, seq_len=32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    losses = []
+    for _ in range(number):
+        optimizer.zero_grad()
+        loss = model(*loader.next_batch())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == pytest.approx(published[:number], abs=1e-3)
+
+
+# Weights from a folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_gpt2(tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(50257, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("script", LOADED)
+def test_the_logits_are_those_of_transformers(script, checkpoint, ids):
+    folder, theirs = checkpoint
+    ours = load(script).GPT.from_pretrained(folder)
+    with torch.no_grad():
+        expected, logits = theirs(ids).logits, ours(ids)
+    assert expected.std() > 0.3  # logits all alike would prove nothing
+    torch.testing.assert_close(logits[..., :50257], expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("script", LOADED)
+def test_the_head_is_the_embedding(script, checkpoint):
+    model = load(script).GPT.from_pretrained(checkpoint[0])
+    wte, head = model.transformer.wte.weight, model.lm_head.weight
+    assert torch.equal(wte, head)
+    assert (wte.data_ptr() == head.data_ptr()) == (script != "baseline.py")  # baseline.py has a copy of its own
+
+
+@pytest.mark.parametrize("script", [SCRIPTS[7]])
+def test_the_padding_rows_are_the_mean_of_the_others(script, checkpoint):
+    wte = load(script).GPT.from_pretrained(checkpoint[0]).transformer.wte.weight
+    assert wte.shape == (50304, 32)
+    torch.testing.assert_close(wte[50257:], wte[:50257].mean(dim=0).expand(47, -1))
+
+
+@pytest.mark.parametrize("script", LOADED)
+def test_the_loss_is_right_where_logits_are_far_below_zero_as_gpt2s_are(script, tmp_path, ids):
+    """GPT-2's logits lie around -30 to -100. Padding rows of zeros score 0 and would take all the probability."""
+
+    def lower(model):
+        model.transformer.wte.weight[:, 0] = 1.0  # one feature that every token shares
+        model.transformer.ln_f.weight[0], model.transformer.ln_f.bias[0] = 0.0, -60.0
+
+    folder, theirs = save_gpt2(tmp_path, lower)
+    targets = ids.roll(-1, dims=1)
+    with torch.no_grad():
+        logits = theirs(ids).logits
+        assert -65 < logits.mean() < -55
+        expected = F.cross_entropy(logits.view(-1, 50257), targets.view(-1)).item()
+        loss = load(script).GPT.from_pretrained(folder)(ids, targets).item()
+    assert loss == pytest.approx(expected, abs=math.log(50304 / 50257) + 1e-4)
+
+
+def test_a_run_starts_from_the_folder_and_takes_its_shape(run, checkpoint):
+    done = run("speedup_04_residual_init.py", "--init-from", checkpoint[0], "--steps", 2)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "B 4 T 64" in done.stdout  # as long as the checkpoint's positions allow
+    assert abs(done.losses[0] - math.log(50257)) > 0.1  # such weights do not begin at a guess
+
+
+def test_weights_of_nanos_shape_fit_nano(tmp_path):
+    folder, _ = save_gpt2(tmp_path / "nano", n_layer=4, n_head=4, n_embd=128, n_positions=1024)
+    printed = play("baseline.py", "--model", "nano", "--init-from", folder, "--steps", 1, full=True)
+    assert "nano 13,790,208 parameters | B 4 T 128" in printed
+
+
+def garbage(folder):
+    (folder / "model.safetensors").write_bytes(b"not a checkpoint")
+
+
+def cut_short(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def other_shapes(folder):
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"n_embd": 32', '"n_embd": 64'))
+
+
+def no_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("damage", [garbage, cut_short, other_shapes, no_weights])
+def test_a_damaged_folder_is_one_clear_error(refused, tmp_path, damage):
+    folder, _ = save_gpt2(tmp_path / "gpt2")
+    damage(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    refused("baseline.py", "--init-from", folder, says="--init-from ")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_weights_that_do_not_fit_are_one_clear_error(refused, tmp_path, checkpoint):
+    shape = "--init-from .* its shape is not that of --model nano"
+    refused("baseline.py", "--model", "nano", "--init-from", checkpoint[0], says=shape)
+    for script in ("baseline.py", "speedup_07_vocab_pad.py"):
+        folder = save_gpt2(tmp_path / "vocabulary", vocab_size=1000)[0]
+        refused(script, "--init-from", folder, says="--init-from .*size mismatch")
+    folder = save_gpt2(tmp_path / "untied", tie_word_embeddings=False)[0]
+    refused("baseline.py", "--init-from", folder, says="--init-from .*not tied")
+    refused("baseline.py", "--init-from", checkpoint[0], "--seq-len", 65, says="--seq-len 65 .*64 positions")
+    refused("baseline.py", "--init-from", tmp_path / "nowhere", says="--init-from ")
+    refused("baseline.py", "--init-from", ROOT / "tests", says="--init-from ")

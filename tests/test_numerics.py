@@ -1,4 +1,8 @@
-"""The numerics proof: from the same weights, on the same batch, each rung computes what the one before it computes."""
+"""From the same weights and batch, each rung computes the logits, loss and gradients of the one before.
+
+Within 1e-5 in float32, except for what an idea changes by a known amount. bf16, fp16 and TF32 are compared with
+float64, AdamW's steps with its equations, ten compiled steps with ten eager ones.
+"""
 
 import math
 from types import SimpleNamespace
@@ -6,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import FP16, ROOT, RUNGS, SCRIPTS, clips, load, nano, save_gpt2, since, watch
+from conftest import FP16, ROOT, RUNGS, SCRIPTS, clips, load, nano, save_gpt2, since, versions, watch
 from torch import nn
 
 BF16, TF32, FP16_SPACING = 2**-7, 2**-10, 2**-10  # how far apart such numbers are at 1
@@ -26,7 +30,7 @@ def steps(checkpoint, inductor_cache):
     def steps(script, number=3, **options):
         key = script, number, *options.items()
         if key not in made:
-            args = ["--init-from", checkpoint, "--steps", number]
+            args = ["--init-from", checkpoint, "--steps", number, "--data", ROOT / "README.md"]
             if script in since("ddp_run.py"):
                 args += ["--total-batch-size", 4 * 64]
             made[key] = watch(script, *args, TORCHINDUCTOR_CACHE_DIR=inductor_cache, **options)
@@ -40,7 +44,7 @@ def exact(checkpoint):
     """Logits, loss and gradients of the first batch, in float64."""
     module = load(SCRIPTS[1])
     model = module.GPT.from_pretrained(checkpoint).double()
-    x, y = module.DataLoaderLite(ROOT / "input.txt", 4, 64).next_batch()
+    x, y = module.DataLoaderLite(ROOT / "README.md", 4, 64).next_batch()
     loss = model(x, y)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -58,7 +62,10 @@ def error(ours, theirs):
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
 
 
-@pytest.mark.parametrize("script", since(1))
+COMPILING = pytest.param(SCRIPTS[5], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("script", [COMPILING if script == SCRIPTS[5] else script for script in since(1)])
 def test_the_first_step_is_that_of_the_rung_before_in_float32(script, steps):
     """Logits, loss and every gradient, within 1e-5. Three ideas change one of them, by an amount that is known."""
     compiled = script == SCRIPTS[5]
@@ -103,19 +110,19 @@ def is_as_precise(step, exact, dtype, spacing):
 def test_the_error_is_that_of_the_precision(script, steps, exact):
     precision = (torch.bfloat16, BF16) if script in since(3) else (torch.float32, FLOAT32)
     precision = (torch.float16, FP16_SPACING) if script == FP16 else precision
-    is_as_precise(steps(script)[0], exact, *precision)
+    is_as_precise(steps(script, number=1)[0], exact, *precision)
 
 
 @pytest.mark.parametrize("script", since(7))
 def test_later_rungs_compute_in_bf16_too(script, steps):
-    for step in steps(script):
-        assert {logits.dtype for logits in step.logits} == {torch.bfloat16}
-        assert {grad.dtype for grad in step.grads.values()} == {torch.float32}
+    (step,) = steps(script, number=1)
+    assert {logits.dtype for logits in step.logits} == {torch.bfloat16}
+    assert {grad.dtype for grad in step.grads.values()} == {torch.float32}
 
 
 def test_a_cpu_that_emulates_bf16_computes_in_float32(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    (step,) = watch(SCRIPTS[3], "--steps", 1, "--batch-size", 1, "--seq-len", 8)
+    (step,) = watch(SCRIPTS[3], "--steps", 1, "--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md")
     assert step.logits[0].dtype == torch.float32
 
 
@@ -129,13 +136,13 @@ def test_the_error_is_that_of_the_precision_on_a_gpu(script, steps, exact):
     else:
         ampere = torch.cuda.get_device_capability() >= (8, 0)
         precision = torch.float32, TF32 if script in since(2) and ampere else FLOAT32
-    is_as_precise(steps(script, device="cuda")[0], exact, *precision)
+    is_as_precise(steps(script, number=1, device="cuda")[0], exact, *precision)
 
 
 def test_residual_init_divides_the_projections_and_nothing_else():
     before, after = (dict(nano(SCRIPTS[number]).named_parameters()) for number in (3, 4))
     for name, p in before.items():
-        expected = p / math.sqrt(2 * 4) if name.endswith("c_proj.weight") else p
+        expected = p / math.sqrt(2 * 2) if name.endswith("c_proj.weight") else p
         assert torch.equal(after[name], expected), name
 
 
@@ -157,7 +164,7 @@ def adamw(steps, settings):
         yield expected
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", versions("main", "GPT.configure_optimizers"))
 def test_the_weights_move_as_the_equations_of_adamw_say(script, steps):
     def settings(t, dimensions):
         lr = 6e-4 * t / 10 if script in since(9) else 3e-4  # the first steps of the warm-up
@@ -173,8 +180,8 @@ def test_the_weights_move_as_the_equations_of_adamw_say(script, steps):
 
 
 def test_fused_adamw_moves_the_weights_as_the_plain_one_does(steps):
-    """Ten steps on the same gradients."""
-    run = steps(SCRIPTS[10], number=10, autocast=False)
+    """Three steps on the same gradients."""
+    run = steps(SCRIPTS[10], autocast=False)
     weights = {name: nn.Parameter(p.clone()) for name, p in run[0].before.items()}
     groups = [{"params": [p], "weight_decay": 0.1 if p.dim() == 2 else 0.0} for p in weights.values()]
     plain = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=False)
@@ -188,6 +195,7 @@ def test_fused_adamw_moves_the_weights_as_the_plain_one_does(steps):
             assert error(step.after[name], p.detach()) <= 1e-6, name
 
 
+@pytest.mark.slow
 def test_ten_compiled_steps_are_those_of_eager(steps):
     def seen(name, p):
         """Softmax cancels the key's bias. Its gradient is rounding alone, and AdamW makes whole steps of it."""

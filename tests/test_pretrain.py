@@ -1,445 +1,26 @@
-"""Pre-training: shards that lose nothing, scores that are right, a run that is killed, resumed, exported, reloaded."""
+"""A pre-training run evaluates, logs and saves what it says, and a killed one ends the same.
 
-import contextlib
-import copy
+Its training step is `ddp_run.py`'s, bit for bit, and evaluating never recompiles it.
+"""
+
 import json
 import math
 import os
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
 
-import fineweb
-import hellaswag
 import numpy as np
-import pandas
 import pytest
-import tiktoken
 import torch
-import torch.nn.functional as F
 from checkpoint import load_model
-from conftest import BF16_CPU, ROOT, load, save_gpt2, watch
-from fineweb import HEADER, Shard, write_shard
-
-TRAIN = "pretrain/train.py"
-EAGER = {"TORCH_COMPILE_DISABLE": "1"}  # test_everything_stays_compiled is about the compiler
-END = 50256
-train = load(TRAIN)
-os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(ROOT / "tokenizer"))
-encode = tiktoken.get_encoding("gpt2").encode_ordinary
-
-
-@pytest.fixture(scope="session")
-def documents():
-    """A few thousand texts, some of them awkward."""
-    parts = (ROOT / "input.txt").read_text(encoding="utf-8").split("\n\n")
-    return [*parts, "", "<|endoftext|> in a text", "two\n\r\n\nlines and a tab\t", "Ünïcode 漢字 🙂\u2028"]
-
-
-@pytest.fixture(scope="session")
-def tokens(documents):
-    """What their shards must hold together."""
-    return np.array([token for text in documents for token in [END, *encode(text)]])
-
-
-@pytest.fixture(scope="session")
-def files(documents, tmp_path_factory):
-    """The same documents as JSON lines, as two Parquet files, and as text files."""
-    folder = tmp_path_factory.mktemp("corpus")
-    rows = [json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents)]
-    (folder / "all.jsonl").write_text("".join(rows), encoding="utf-8")
-    for i, part in enumerate((documents[:3000], documents[3000:])):
-        pandas.DataFrame({"text": part, "id": range(len(part))}).to_parquet(folder / f"{i}.parquet", row_group_size=700)
-    for i, text in enumerate(documents[-30:]):
-        name = "[1].txt" if i == 7 else f"{i:02d}.txt"  # no pattern, but a name
-        (folder / name).write_bytes(text.encode())
-    return folder
-
-
-def shards(folder):
-    return [Shard(path) for path in sorted(folder.glob("*.bin"))]
-
-
-def joined(folder):
-    return np.concatenate([shard[:] for shard in shards(folder)])
-
-
-@pytest.mark.parametrize("kind", ["all.jsonl", "*.parquet", "*.txt"])
-def test_no_document_is_lost_or_written_twice(run, files, documents, tokens, tmp_path, kind):
-    inputs = sorted(files.glob(kind))
-    if kind == "*.txt":
-        tokens = [token for path in inputs for token in [END, *encode(path.read_bytes().decode())]]
-    size = 50_000 if kind != "*.txt" else 500
-    done = run("pretrain/fineweb.py", *inputs, "--out", tmp_path / "shards", "--shard-size", size)
-    assert done.returncode == 0, done.stderr
-    made = shards(tmp_path / "shards")
-    assert [len(shard) for shard in made[:-1]] == [size] * (len(made) - 1) and 0 < len(made[-1]) <= size
-    assert np.array_equal(joined(tmp_path / "shards"), tokens)
-    count = 30 if kind == "*.txt" else len(documents)
-    assert f"is complete: {count} documents, {len(tokens)} tokens, {len(made)} shards" in done.stdout
-
-
-@pytest.mark.parametrize("kind", ["all.jsonl", "*.parquet"])
-def test_a_killed_run_goes_on_to_the_same_shards(files, tmp_path, kind):
-    """Killed with SIGKILL four times, at different moments of its work; the same command goes on."""
-    out = tmp_path / "shards"
-    command = [sys.executable, ROOT / "pretrain/fineweb.py", *sorted(files.glob(kind)), "--shard-size", "1000", "--out"]
-    subprocess.run([*command, tmp_path / "undisturbed"], check=True, capture_output=True)
-    for count in (1, 9, 40, 90):
-        process = subprocess.Popen([*command, out], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and len(list(out.glob("*.bin"))) < count:
-            time.sleep(0.001)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
-        assert len(list(out.glob("*.bin"))) < 300
-    subprocess.run([*command, out], check=True, capture_output=True)
-    names = sorted(path.name for path in (tmp_path / "undisturbed").glob("*.bin"))
-    assert sorted(path.name for path in out.glob("*.bin")) == names and len(names) > 300
-    for name in names:
-        assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), name
-    assert not list(out.glob("*.tmp"))
-
-
-def test_less_than_one_shard_is_divided_and_a_second_run_does_nothing(run, files, tokens, tmp_path):
-    arguments = ["pretrain/fineweb.py", files / "all.jsonl", "--out", tmp_path / "shards"]
-    assert run(*arguments).returncode == 0
-    validation, training = shards(tmp_path / "shards")
-    assert len(validation) == math.ceil(len(tokens) / 10)
-    assert np.array_equal(joined(tmp_path / "shards"), tokens)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.bin")}
-    assert run(*arguments).returncode == 0
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.bin")} == before
-    (tmp_path / "shards" / "shard_000001.bin").unlink()  # "complete" would be untrue
-    done = run(*arguments)
-    assert done.returncode == 2 and "shard_000001.bin" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-WRONG_CORPUS = {
-    "no such file": (["nowhere.jsonl"], "nowhere.jsonl"),
-    "two kinds": (["a.jsonl", "b.txt"], "all of one kind"),
-    "an unknown kind": (["c.doc"], r"\.doc"),
-    "no such column": (["a.jsonl", "--column", "body"], "body"),
-    "a row without text": (["hole.jsonl"], "no text"),
-    "not JSON": (["broken.jsonl"], "broken.jsonl"),
-    "shards of something else": (["a.jsonl", "--out", "foreign"], "foreign.*something else"),
-    "begun with other settings": (["a.jsonl", "--out", "begun", "--shard-size", "9"], "begun: its progress.json"),
-    "a progress.json of another program": (["a.jsonl", "--out", "theirs"], "theirs: its progress.json"),
-    "one shard alone": (["a.jsonl", "--shard-size", "12"], "12 tokens make no two shards"),
-    "a shard of one token": (["a.jsonl", "--shard-size", "1"], "at least 2"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_CORPUS)
-def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, capfd):
-    arguments, pattern = WRONG_CORPUS[case]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one two three four five six seven eight nine ten now"}))
-    assert len(encode("one two three four five six seven eight nine ten now")) == 11
-    (tmp_path / "hole.jsonl").write_text('{"text": "one"}\n{"text": null}\n')
-    (tmp_path / "broken.jsonl").write_text('{"text": "one"}\n{"text": \n')
-    (tmp_path / "b.txt").write_text("text")
-    (tmp_path / "c.doc").write_text("text")
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "x.bin").write_bytes(b"theirs")
-    (tmp_path / "begun").mkdir()
-    fields = {"source": {}, "shards": 0, "tokens": 0, "documents": 0, "before": None, "skip": 0, "end": False}
-    (tmp_path / "begun" / "progress.json").write_text(json.dumps(fields))
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "progress.json").write_text("[1]")
-    here = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    arguments = [str(tmp_path / a) if (tmp_path / a).exists() or a.startswith("nowhere") else a for a in arguments]
-    if "--out" not in arguments:
-        arguments += ["--out", str(tmp_path / "new")]
-    monkeypatch.setattr("sys.argv", ["fineweb.py", *arguments])
-    with pytest.raises(SystemExit) as exit:
-        fineweb.main()
-    assert exit.value.code == (1 if "alone" in case else 2)  # there a shard was written already
-    written = capfd.readouterr().err
-    lines = [line for line in re.split(r"[\r\n]", written) if line and "tokens/s]" not in line]  # the progress bar
-    assert len(lines) == 1 and re.match(f"fineweb.py: error: .*{pattern}", lines[0]), written
-    assert {path: path.read_bytes() for path in here} == here
-
-
-def test_a_hub_that_cannot_be_reached_is_one_line(run, tmp_path):
-    done = run("pretrain/fineweb.py", "--out", tmp_path / "new", HF_HUB_OFFLINE="1")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "on the hub: " in done.stderr and "without a network, give files" in done.stderr
-
-
-def damaged(name, data):
-    """A shard's bytes with one thing wrong."""
-    head, body = bytearray(data[: HEADER.size]), bytearray(data[HEADER.size :])
-    if name == "cut short":
-        return bytes(head + body[:-2])
-    if name == "no header":
-        return bytes(body)
-    if name == "empty":
-        return b""
-    if name == "another vocabulary":
-        struct.pack_into("<I", head, 12, 100277)
-    if name == "another version":
-        struct.pack_into("<I", head, 8, 2)
-    if name == "a flipped bit":
-        body[len(body) // 2] ^= 1
-    return bytes(head + body)
-
-
-DAMAGE = {
-    "cut short": "is cut short or not whole: 3000 tokens, but 6062 bytes",
-    "no header": "is not a shard",
-    "empty": "is not a shard",
-    "another vocabulary": "is of a vocabulary of 100277 tokens, not GPT-2's 50257",
-    "another version": "has version 2",
-    "a flipped bit": "is damaged",
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, run):
-    for i in range(3):
-        write_shard(tmp_path / f"shard_{i:06d}.bin", np.arange(3000) + i)
-    path = tmp_path / "shard_000001.bin"
-    path.write_bytes(damaged(name, path.read_bytes()))
-    with pytest.raises(ValueError, match=re.escape(f"{path} {DAMAGE[name]}")):
-        Shard(path)[:]
-    if name == "a flipped bit":  # it is read when training comes to it; the other shard stays good
-        loader = train.DataLoaderLite(tmp_path, 1, 100)
-        with pytest.raises(ValueError, match=re.escape(str(path))):
-            for _ in range(60):
-                loader.next_batch()
-    else:
-        done = run(TRAIN, "--data", tmp_path)
-        assert done.returncode == 2
-        assert re.fullmatch(f"train.py: error: --data .*{re.escape(str(path))}.*\n", done.stderr), done.stderr
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """Shards of 100 (for validation), 1000, 1337, 1000 and 41 tokens, no two of which are the same."""
-    folder = tmp_path_factory.mktemp("shards")
-    start = 0
-    for i, size in enumerate((100, 1000, 1337, 1000, 41)):
-        write_shard(folder / f"shard_{i:06d}.bin", np.arange(start, start + size))
-        start += size
-    return folder
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_each_token_is_read_once_per_epoch_whatever_the_ranks(corpus, world_size):
-    loaders = [train.DataLoaderLite(corpus, 2, 7, rank, world_size) for rank in range(world_size)]
-    stream = []
-    for _ in range(math.ceil(3 * 3378 / (14 * world_size)) + 1):
-        for loader in loaders:
-            x, y = loader.next_batch()
-            assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (2, 7)
-            assert torch.equal(x.flatten()[1:], y.flatten()[:-1])
-            stream.append((x.flatten().tolist(), y[-1, -1].item()))
-    assert all(batch[1] == following[0][0] for batch, following in zip(stream, stream[1:], strict=False))
-    seen = [token for batch, _ in stream for token in batch]
-    epochs = [seen[i * 3378 : (i + 1) * 3378] for i in range(3)]
-    for epoch in epochs:
-        assert sorted(epoch) == list(range(100, 3478))
-    alone = train.DataLoaderLite(corpus, 2, 7)
-    assert seen == alone.read(0, len(seen)).tolist()
-
-
-def test_each_epoch_and_each_seed_orders_the_shards_anew(corpus):
-    def order(seed, epoch):
-        tokens = train.DataLoaderLite(corpus, 1, 1, seed=seed).read(3378 * epoch, 3378)
-        return [int(token) for token in tokens if token in (100, 1100, 2437, 3437)]  # the first of each shard
-
-    orders = {(seed, epoch): order(seed, epoch) for seed in range(4) for epoch in range(4)}
-    assert all(sorted(order) == [100, 1100, 2437, 3437] for order in orders.values())
-    assert len({tuple(orders[0, epoch]) for epoch in range(4)}) > 1
-    assert len({tuple(orders[seed, 0]) for seed in range(4)}) > 1
-    assert order(3, 2) == orders[3, 2]
-
-
-def test_a_place_in_the_stream_is_one_number(corpus):
-    first, second = (train.DataLoaderLite(corpus, 3, 11) for _ in range(2))
-    for _ in range(150):  # over the end of an epoch, and of every shard
-        first.next_batch()
-    second.position = first.position
-    for _ in range(150):
-        for ours, theirs in zip(second.next_batch(), first.next_batch(), strict=True):
-            assert torch.equal(ours, theirs)
-
-
-def test_of_a_text_the_last_tenth_is_held_out():
-    loader = train.DataLoaderLite(ROOT / "input.txt", 2, 64)
-    text = encode((ROOT / "input.txt").read_text(encoding="utf-8"))
-    assert loader.read(0, loader.size).tolist() + loader.validation.tolist() == text
-    assert len(loader.validation) == math.ceil(len(text) / 10)
-
-
-def nano(seed=0):
-    """A nano model whose losses differ from token to token."""
-    torch.manual_seed(seed)
-    model = train.GPT(train.MODELS["nano"]).eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.08)
-    return model
-
-
-@pytest.mark.parametrize("B, world_size", [(1, 1), (5, 1), (16, 1), (2, 3), (7, 4)])
-@torch.no_grad()
-def test_the_validation_loss_is_the_same_for_any_batch_and_number_of_ranks(corpus, B, world_size):
-    model, T = nano(), 9
-    tokens = torch.arange(100)
-    expected = []
-    for first in range(0, 99 // T * T, T):
-        logits = model(tokens[None, first : first + T])
-        expected += F.cross_entropy(logits[0], tokens[first + 1 : first + T + 1], reduction="none").tolist()
-    assert np.std(expected) > 0.1
-    parts = [
-        train.validate(model, train.DataLoaderLite(corpus, B, T, rank, world_size), torch.device("cpu"), 1000)
-        for rank in range(world_size)
-    ]
-    total, count = map(sum, zip(*parts, strict=True))
-    assert count == len(expected) == 99
-    assert total / count == pytest.approx(np.mean(expected), abs=1e-5)
-
-
-@torch.no_grad()
-def test_validation_stops_at_its_limit(corpus):
-    loader = train.DataLoaderLite(corpus, 4, 9)
-    assert train.validate(nano(), loader, torch.device("cpu"), limit=50)[1] == 45
-
-
-@torch.no_grad()
-def test_a_sample_is_what_its_seed_says():
-    model, prompt = nano(), encode("To be, or not")
-    one, two, other = (train.generate(model, prompt, seed, torch.device("cpu")) for seed in (1, 1, 2))
-    assert torch.equal(one, two) and not torch.equal(one, other)
-    assert one.shape == (len(prompt) + 32,) and one[: len(prompt)].tolist() == prompt and one.max() < 50257
-    for i in range(
-        len(prompt), len(one)
-    ):  # each token is one of the 50 that the model finds likeliest after the others
-        assert one[i] in model(one[None, :i])[0, -1, :50257].topk(51).indices  # 51: rounding may change places
-    assert len(set(one[len(prompt) :].tolist())) > 5
-
-
-# HellaSwag
-
-
-class Liker(torch.nn.Module):
-    """A model to which every token costs 1 nat more than the token liked best, and that one nearly nothing."""
-
-    def __init__(self, liked, cost=1.0):
-        super().__init__()
-        self.config = train.GPTConfig()
-        self.liked, self.cost = liked, cost
-
-    def forward(self, idx):
-        logits = torch.full((*idx.shape, 50304), -20.0)
-        logits[..., self.liked] = 0.0
-        logits[..., encode(" dog")[0]] = -self.cost
-        return logits
-
-
-def example(endings, label, context="The cat", **more):
-    return json.dumps({"ind": 1, "ctx": context, "endings": endings, "label": label} | more) + "\n"
-
-
-@torch.compiler.set_stance("force_eager")  # the compiled one is run below, as a user runs it
-def scores(path, model):
-    by_sum, by_mean, n = hellaswag.count_right(model, hellaswag.read_examples(path), 1024, torch.device("cpu"))
-    return by_sum, by_mean, n
-
-
-def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
-    """To this model " cat" is nearly free, " dog" costs 1 nat, any other token 20."""
-    long = "A much longer context, which costs a lot"
-    lines = [  # and whether the sum, and the mean, finds the right one
-        (example(["cat cat", "dog dog", "sun", "sun sun"], 0), True, True),
-        (example(["sun", "dog dog", "cat cat", "sun sun"], 0), False, False),
-        (example(["sun dog", "sun sun", "sun", "sun sun sun"], 2), True, False),  # 20 nats, not 21; but 10.5 each
-        (example(["sun sun", "sun", "dog dog dog dog dog dog", "cat sun sun cat cat"], 2), True, True),
-        (example(["dog dog dog", "cat sun cat cat cat cat cat cat cat cat cat cat", "sun", "sun"], 0), True, True),
-        (example(["cat dog dog cat", "dog", "sun", "sun"], 0, context=long), False, True),  # 2 nats, 0.5 each
-        (example(["cat", "dog dog dog dog dog dog dog dog", "sun", "sun"], 0, context=long), True, True),
-    ]
-    (tmp_path / "x.jsonl").write_text("".join(line for line, _, _ in lines))
-    expected = sum(by_sum for _, by_sum, _ in lines), sum(by_mean for _, _, by_mean in lines), len(lines)
-    assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == expected
-    for line, by_sum, by_mean in lines:  # and each by itself
-        (tmp_path / "x.jsonl").write_text(line)
-        assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (by_sum, by_mean, 1), line
-
-
-@torch.compiler.set_stance("force_eager")
-@torch.no_grad()
-def test_the_score_is_that_of_one_text_at_a_time(tmp_path):
-    """A model with no pattern to it, against the definition: no batches, no filling up, no compiler."""
-    rng = np.random.default_rng(0)
-    words = (ROOT / "input.txt").read_text(encoding="utf-8").split()
-
-    def text(n):
-        return " ".join(rng.choice(words, n))
-
-    rows = [
-        ([text(rng.integers(1, 12)) for _ in range(4)], int(rng.integers(4)), text(rng.integers(1, 30)))
-        for _ in range(25)
-    ]
-    (tmp_path / "x.jsonl").write_text("".join(example(endings, label, context) for endings, label, context in rows))
-    model, right = nano(), np.zeros(2, dtype=int)
-    for endings, label, context in rows:
-        costs = []
-        for ending in endings:
-            before, after = encode(context), encode(" " + ending)
-            logits = model(torch.tensor([before + after]))[0, :, :50257].double().log_softmax(-1)
-            nats = -logits[torch.arange(len(before) - 1, len(before + after) - 1), after]
-            costs.append((nats.sum().item(), nats.mean().item()))
-        right += [min(range(4), key=lambda i: costs[i][kind]) == label for kind in (0, 1)]
-    examples = hellaswag.read_examples(tmp_path / "x.jsonl")
-    by_sum, by_mean, n = hellaswag.count_right(model, examples, 256, torch.device("cpu"))
-    assert (by_sum, by_mean, n) == (*right, 25)
-    parts = [hellaswag.count_right(model, examples, 700, torch.device("cpu"), rank, 3) for rank in range(3)]
-    assert tuple(map(sum, zip(*parts, strict=True))) == (by_sum, by_mean, n)
-    assert hellaswag.count_right(model, [], 700, torch.device("cpu")) == (0, 0, 0)
-
-
-@torch.no_grad()
-def test_a_text_longer_than_the_model_keeps_its_ending(tmp_path):
-    long = " ".join(["sun"] * 1500)
-    (tmp_path / "x.jsonl").write_text(example(["sun", "cat", "sun", "sun"], 1, context=long))
-    assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (1, 1, 1)
-
-
-@torch.no_grad()
-def test_a_context_may_be_empty_and_a_line_may_hold_any_character(tmp_path):
-    lines = [example(["sun", "cat", "sun", "sun"], 1, context=""), example(["sun", "cat\u2028", "sun", "sun"], 1)]
-    text = "".join(json.dumps(json.loads(line), ensure_ascii=False) + "\n" for line in lines)
-    (tmp_path / "x.jsonl").write_text(text, encoding="utf-8")
-    assert len(hellaswag.read_examples(tmp_path / "x.jsonl")) == 2
-    (tmp_path / "x.jsonl").write_text(lines[0])
-    assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (1, 1, 1)
-    (tmp_path / "x.jsonl").write_text(lines[0].replace('"label": 1', '"label": 0'))
-    assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (0, 0, 1)
-
-
-WRONG_EXAMPLE = {
-    "not JSON": ('{"ctx": "The cat', "line 2 is no example of HellaSwag: JSONDecodeError"),
-    "no context": ('{"endings": ["a", "b", "c", "d"], "label": 0}', "line 2 .*'ctx'"),
-    "three endings": (example(["a", "b", "c"], 0), "line 2 .*3 endings"),
-    "an ending longer than the model": (example(["a", "b", "c", "sun " * 1100], 0), r"line 2 .*, 110\d\]"),
-    "no such label": (example(["a", "b", "c", "d"], 4), "line 2 .*label 4"),
-    "a list": ("[1, 2]", "line 2 .*"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_EXAMPLE)
-def test_a_line_that_is_no_example_is_named(case, tmp_path):
-    line, pattern = WRONG_EXAMPLE[case]
-    (tmp_path / "x.jsonl").write_text(example(["a", "b", "c", "d"], "2") + line + "\n")
-    with pytest.raises(ValueError, match=pattern):
-        hellaswag.read_examples(tmp_path / "x.jsonl")
-
-
-# The run
+from conftest import BF16_CPU, EAGER, ROOT, save_gpt2, watch
+from fineweb import write_shard
+from test_corpus import TRAIN, encode, train
+from test_hellaswag import write_questions
 
 
 def test_the_training_step_is_that_of_ddp_run(monkeypatch, tmp_path):
@@ -468,33 +49,20 @@ def test_the_defaults_are_the_recipe():
 
 
 @pytest.fixture(scope="session")
-def questions(tmp_path_factory):
-    """HellaSwag's format, from the text itself: the right ending is what follows there."""
-    path = tmp_path_factory.mktemp("hellaswag") / "questions.jsonl"
-    words = (ROOT / "input.txt").read_text(encoding="utf-8").split()
-    rng, lines = np.random.default_rng(1), []
-    for label in rng.integers(4, size=40):
-        places = rng.integers(len(words) - 40, size=4)
-        endings = [" ".join(words[place + 12 : place + 20]) for place in places]
-        lines.append(example(endings, int(label), " ".join(words[places[label] : places[label] + 12])))
-    path.write_text("".join(lines), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """A sixth of the text: less to validate on."""
+    """A little of the text: less to validate on."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes((ROOT / "input.txt").read_bytes()[:180_000])
+    path.write_bytes((ROOT / "input.txt").read_bytes()[:40_000])
     return path
 
 
 @pytest.fixture(scope="session")
-def arguments(text, questions):
+def arguments(text, tmp_path_factory):
     """What makes a run of 8 steps short, with an evaluation after every 3."""
+    questions = write_questions(tmp_path_factory.mktemp("hellaswag") / "questions.jsonl", count=10)
     return [
         *("--data", text, "--steps", 8, "--eval-every", 3, "--save-every", 2, "--keep", 9),
-        *("--batch-size", 16, "--seq-len", 64, "--total-batch-size", 2048, "--warmup-steps", 2),
+        *("--batch-size", 8, "--seq-len", 64, "--total-batch-size", 1024, "--warmup-steps", 2),
         *("--hellaswag", questions, "--prompt", "ROMEO:"),
     ]
 
@@ -516,6 +84,7 @@ def undisturbed(run, arguments, tmp_path_factory):
     return done, folder
 
 
+@pytest.mark.slow
 def test_what_a_run_prints_and_logs(undisturbed, text):
     done, folder = undisturbed
     log = records(folder / "log.jsonl")
@@ -527,9 +96,9 @@ def test_what_a_run_prints_and_logs(undisturbed, text):
     lines = done.stdout.splitlines()
     tokens = len(encode(text.read_text(encoding="utf-8")))
     assert f"loaded {tokens * 9 // 10} tokens, and {math.ceil(tokens / 10)} for validation" in lines
-    assert f"1 epoch = {tokens * 9 // 10 // 1024} batches" in lines
+    assert f"1 epoch = {tokens * 9 // 10 // 512} batches" in lines
     for row in evaluated:
-        assert 0 <= row["hellaswag"] <= 1 and row["hellaswag"] * 40 == pytest.approx(round(row["hellaswag"] * 40))
+        assert 0 <= row["hellaswag"] <= 1 and row["hellaswag"] * 10 == pytest.approx(round(row["hellaswag"] * 10))
         start = f"step {row['step']:4d} | val loss {row['val_loss']:.6f} | HellaSwag {row['hellaswag']:.4f} | "
         (place,) = [i for i, line in enumerate(lines) if line.startswith(start)]
         assert [json.loads(line) for line in lines[place + 1 : place + 5]] == row["samples"]
@@ -537,6 +106,7 @@ def test_what_a_run_prints_and_logs(undisturbed, text):
     assert lines[-1].startswith("median of steps 4-7: ")
 
 
+@pytest.mark.slow
 def test_the_scores_are_those_of_the_saved_weights(undisturbed, text):
     """Not of the weights before or after."""
     _, folder = undisturbed
@@ -549,6 +119,7 @@ def test_the_scores_are_those_of_the_saved_weights(undisturbed, text):
             assert total / count == pytest.approx(row["val_loss"], abs=2e-3), row["step"]
 
 
+@pytest.mark.slow
 def test_best_and_last_are_kept(undisturbed):
     _, folder = undisturbed
     scores = {row["step"]: row["val_loss"] for row in records(folder / "log.jsonl") if "val_loss" in row}
@@ -588,6 +159,7 @@ def scalars(folder):
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
+@pytest.mark.slow
 def test_tensorboard_has_what_the_log_has(undisturbed):
     _, folder = undisturbed
     seen, log = scalars(folder / "tb"), records(folder / "log.jsonl")
@@ -601,26 +173,17 @@ def test_tensorboard_has_what_the_log_has(undisturbed):
     assert len(seen) == 5
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_one(
     run, undisturbed, arguments, tmp_path
 ):
     done, whole = undisturbed
     out = tmp_path / "out.txt"
-    paths = [
-        "--checkpoint-dir",
-        tmp_path / "ck",
-        "--log-file",
-        tmp_path / "log.jsonl",
-        "--tensorboard",
-        tmp_path / "tb",
-    ]
+    paths = ["--checkpoint-dir", tmp_path / "ck", "--log-file", tmp_path / "log.jsonl"]
+    paths += ["--tensorboard", tmp_path / "tb"]
     command = [sys.executable, ROOT / TRAIN, *arguments, *paths, "--resume"]
     env = os.environ | EAGER
-    for wait_for, more in (
-        ("step    2 |", 0.3),
-        ("step    4 |", 0),
-        ("step    5 |", 0.1),
-    ):  # before 3 and 6 it evaluates
+    for wait_for, more in ("step    2 |", 0.3), ("step    4 |", 0), ("step    5 |", 0.1):  # before 3 and 6 it evaluates
         with out.open("w") as file:
             process = subprocess.Popen([str(word) for word in command], stdout=file, stderr=subprocess.STDOUT, env=env)
             patience = time.monotonic() + 400
@@ -641,6 +204,7 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
             assert torch.equal(ours["model"][key], tensor), key
 
 
+@pytest.mark.slow
 def test_two_ranks_find_what_one_finds(run, undisturbed, arguments):
     """The same weights at step 0: the same loss, HellaSwag score and samples, from half the work each."""
     done = run(TRAIN, *arguments, "--steps", 1, "--model", "nano", torchrun=2, **EAGER)
@@ -654,6 +218,7 @@ def test_two_ranks_find_what_one_finds(run, undisturbed, arguments):
     assert two[0][2:] == one[0][2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_everything_stays_compiled(run, arguments, tmp_path, ranks):
     """A graph each for training, validation, HellaSwag and samples, however often it is evaluated; also under DDP."""
@@ -696,189 +261,6 @@ def test_a_run_on_a_gpu_evaluates_and_goes_on(run, arguments, tmp_path, ranks):
         assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
-# To Hugging Face and back, and samples
-
-
-@pytest.fixture(scope="module")
-def exported(run, undisturbed, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("export") / "model"
-    done = run("tools/export_hf.py", undisturbed[1] / "ck", folder)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    return folder
-
-
-def test_an_exported_model_has_the_same_logits_and_gpt2s_tokenizer(undisturbed, exported):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    hf = AutoModelForCausalLM.from_pretrained(exported).eval()
-    ours = load_model(undisturbed[1] / "ck")
-    idx = torch.tensor([encode((ROOT / "input.txt").read_text(encoding="utf-8")[:3000])[:512]])
-    with torch.no_grad():
-        theirs = hf(idx).logits
-        torch.testing.assert_close(theirs, ours(idx)[..., :50257], atol=1e-5, rtol=1e-5)
-    assert theirs.shape[-1] == 50257 and theirs.std() > 0.1
-    assert (exported / "model.safetensors").exists()
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    text = "To be, or not\n\nto be: Ünïcode 漢字 🙂  "
-    assert tokenizer(text)["input_ids"] == encode(text) and tokenizer.decode(encode(text)) == text
-    assert tokenizer.eos_token_id == hf.config.eos_token_id == END and tokenizer.model_max_length == 1024
-
-
-def test_init_from_takes_it_back(run, exported, undisturbed, arguments):
-    """It goes on where it was: the first loss is that of a trained model."""
-    last = [row for row in records(undisturbed[1] / "log.jsonl") if "val_loss" in row][-1]
-    done = run(TRAIN, *arguments[:2], "--init-from", exported, *arguments[8:], "--steps", 1, **EAGER)
-    assert done.returncode == 0, done.stderr
-    found = float(re.search(r"step    0 \| val loss (\S+)", done.stdout)[1])
-    assert found == pytest.approx(last["val_loss"], abs=47 / 50257 + 2e-3)  # 47 rows of padding are new
-
-
-def test_the_export_touches_no_folder_that_is_there(run, undisturbed, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    done = run("tools/export_hf.py", undisturbed[1] / "ck", tmp_path / "mine")
-    assert done.returncode == 2 and re.fullmatch("export_hf.py: error: .* exists already\n", done.stderr)
-    done = run("tools/export_hf.py", tmp_path / "mine" / "notes.txt", tmp_path / "new")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]
-
-
-def test_hellaswag_scores_a_checkpoint_and_a_folder_alike(run, undisturbed, exported, questions):
-    lines = []
-    for model in (undisturbed[1] / "ck", undisturbed[1] / "ck" / "step_00000008.pt", exported):
-        done = run("pretrain/hellaswag.py", model, "--data", questions, "--batch-tokens", 1024)
-        assert done.returncode == 0 and done.stderr == "", done.stderr
-        lines.append(done.stdout.split(" | ", 1)[1])
-    assert len(set(lines)) == 1
-    assert re.fullmatch(r"HellaSwag, completion style \| acc 0\.\d{4} \| acc_norm 0\.\d{4} \| 40 examples\n", lines[0])
-
-
-sample = load("tools/sample.py")
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    folder, hf = save_gpt2(tmp_path_factory.mktemp("small") / "gpt2")
-    return load_model(folder), hf, folder
-
-
-@pytest.mark.parametrize("length", [1, 7, 30])
-def test_greedy_text_is_that_of_transformers(small, length):
-    model, hf, _ = small
-    prompt = torch.randint(0, 50257, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    expected = hf.generate(torch.tensor([prompt]), max_new_tokens=25, do_sample=False, pad_token_id=END)[0, length:]
-    ours = torch.stack(list(sample.generate(model, prompt, 2, 25, temperature=0)), dim=1)
-    assert len(set(expected.tolist())) > 3
-    assert ours.tolist() == [expected.tolist()] * 2
-
-
-def test_text_ends_where_transformers_ends_it(small, tmp_path):
-    model, hf, folder = small
-    prompt = [11, 22, 33]
-    first = [tokens.item() for tokens in sample.generate(model, prompt, 1, 20, temperature=0)]
-    place = next(i for i in range(2, 20) if first[i] not in first[:i])
-    weight = (ending := copy.deepcopy(hf)).lm_head.weight.data  # a token and the end of the text change places
-    weight[[first[place], END]] = weight[[END, first[place]]]
-    ending.save_pretrained(tmp_path)
-    expected = ending.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=END)[0, 3:]
-    ours = [tokens.item() for tokens in sample.generate(load_model(tmp_path), prompt, 1, 20, temperature=0)]
-    assert ours == expected.tolist() == [*first[:place], END]
-
-
-def test_the_cache_changes_no_logit(small):
-    model, _, _ = small
-    idx = torch.randint(0, 50257, (3, 40), generator=torch.Generator().manual_seed(1))
-    caches = torch.empty(2, 2, 3, 2, 40, 16)
-    with torch.no_grad():
-        expected = model(idx)[..., :50257]
-        for start, end in [(0, 13), *((i, i + 1) for i in range(13, 40))]:
-            logits = sample.next_logits(model, idx[:, start:end], caches, start)
-            torch.testing.assert_close(logits, expected[:, end - 1], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("temperature, top_k, top_p", [(1, 50257, 1), (0.7, 20, 1), (1.3, 50257, 0.6), (0.9, 40, 0.8)])
-def test_the_probabilities_are_those_of_transformers(temperature, top_k, top_p):
-    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    logits = 2 * torch.randn(5, 50257, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    theirs = LogitsProcessorList([TemperatureLogitsWarper(float(temperature)), TopKLogitsWarper(top_k)])
-    if top_p < 1:
-        theirs.append(TopPLogitsWarper(top_p))
-    expected = theirs(None, logits.clone()).softmax(dim=-1)
-    torch.testing.assert_close(sample.probabilities(logits, temperature, top_k, top_p), expected)
-
-
-def test_samples_are_drawn_with_their_probabilities(small):
-    model, _, _ = small
-    first = next(sample.generate(model, [5, 6], 2000, 1, top_k=3))
-    with torch.no_grad():
-        p = sample.probabilities(model(torch.tensor([[5, 6]]))[:, -1, :50257], 1.0, 3, 1.0)[0]
-    counts = torch.bincount(first, minlength=50257) / 2000
-    assert (counts - p).abs().max() < 0.06 and (counts > 0).sum() == 3
-
-
-def test_the_samples_of_a_command(run, small):
-    folder = small[2]
-    args = ["tools/sample.py", folder, "--prompt", "O Romeo 漢", "--tokens", 20, "--samples", 3]
-    one, two, other = run(*args), run(*args), run(*args, "--seed", 7)
-    assert one.returncode == 0 and one.stderr == "", one.stderr
-    assert one.stdout == two.stdout != other.stdout
-    assert one.stdout.count("O Romeo 漢") == 3
-    assert len({text for text in one.stdout.split("O Romeo 漢")}) == 4
-
-
-def test_a_sample_is_printed_as_it_comes(small, monkeypatch, capsys):
-    """Before the next token is computed, and no half of a character."""
-    printed, forward = [], sample.next_logits
-
-    def look(*args):
-        printed.append(capsys.readouterr().out)
-        logits = forward(*args)
-        return torch.zeros_like(logits).index_fill_(1, torch.tensor(next(wanted)), 1.0)
-
-    wanted = iter([[token] for token in encode("🙂 and 漢字")])
-    count = len(encode("🙂 and 漢字"))
-    monkeypatch.setattr(sample, "next_logits", look)
-    monkeypatch.setattr(sample, "load_model", lambda name: small[0])
-    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
-    monkeypatch.setattr("sys.argv", ["sample.py", "x", "--temperature", "0", "--tokens", str(count), "--prompt", "Oh "])
-    sample.main()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    printed.append(capsys.readouterr().out)
-    assert printed[0] == "Oh " and "".join(printed) == "Oh 🙂 and 漢字\n"
-    assert len([text for text in printed if text]) >= 5
-
-
-WRONG_SAMPLE = {
-    "a prompt longer than the model": (["--prompt", "word " * 1100], "1101 tokens.*1024 positions"),
-    "too many tokens": (["--tokens", "1024"], "1024 positions"),
-    "no tokens": (["--tokens", "0"], "at least 1"),
-    "temperature": (["--temperature", "-1"], "--temperature"),
-    "top-p": (["--top-p", "0"], "--top-p"),
-    "device": (["--device", "abacus"], "abacus"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_SAMPLE)
-def test_what_is_wrong_with_a_sample_is_one_line(case, run, undisturbed):
-    arguments, pattern = WRONG_SAMPLE[case]
-    done = run("tools/sample.py", undisturbed[1] / "ck", *arguments)
-    assert done.returncode == 2
-    assert re.fullmatch(f"sample.py: error: .*{pattern}.*\n", done.stderr), done.stderr
-
-
-@pytest.mark.parametrize("script", ["tools/sample.py", "pretrain/hellaswag.py"])
-@pytest.mark.parametrize("what", ["a hub that cannot be reached", "text", "foreign"])
-def test_a_model_that_cannot_be_had_is_one_line(run, script, what, tmp_path, questions):
-    (tmp_path / "text.pt").write_text("no checkpoint")
-    torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.pt")
-    model = "gpt2" if "hub" in what else tmp_path / f"{what}.pt"
-    more = ["--data", questions] if "hellaswag" in script else []
-    done = run(script, model, *more, HF_HUB_OFFLINE="1")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert ("without a network, give a folder" in done.stderr) == ("hub" in what)
-
-
 WRONG_RUN = {
     "no shards": (["--data", "nowhere"], "--data nowhere: .*No such file"),
     "an empty folder": (["--data", "empty"], "--data empty: 0 tokens"),
@@ -895,7 +277,7 @@ WRONG_RUN = {
 
 
 @pytest.mark.parametrize("case", WRONG_RUN)
-def test_what_is_wrong_with_a_run_is_one_line(case, tmp_path, monkeypatch, capfd):
+def test_what_is_wrong_with_a_run_is_one_line(case, tmp_path, monkeypatch, refused):
     arguments, pattern = WRONG_RUN[case]
     for name in ("empty", "one", "hollow"):
         (tmp_path / name).mkdir()
@@ -913,13 +295,7 @@ def test_what_is_wrong_with_a_run_is_one_line(case, tmp_path, monkeypatch, capfd
             raise ConnectionError("Couldn't reach it")
 
         monkeypatch.setattr("datasets.load_dataset", unreachable)
-    monkeypatch.setattr("sys.argv", ["train.py", *arguments, *data, *more])
-    with pytest.raises(SystemExit) as exit, contextlib.redirect_stdout(None):
-        train.main()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert exit.value.code == 2
-    written = capfd.readouterr().err
-    assert len(written.splitlines()) == 1 and re.search(f"train.py: error: .*{pattern}", written), written
+    refused(TRAIN, *arguments, *data, *more, says=pattern)
 
 
 def test_pretrain_starts_in_a_folder_of_its_own(run, tmp_path):

@@ -1,4 +1,4 @@
-"""tools/propagate.py on a clone of the project: an edit travels, and nothing is lost on the way."""
+"""An edit to a shared line reaches every script above it, and a conflict loses nothing."""
 
 import shutil
 import subprocess

@@ -1,4 +1,9 @@
-"""ddp_run.py and branches/fsdp_run.py on several ranks: right gradients, and a rank, or a machine, that is lost."""
+"""Several processes compute what one computes, and end together if one of them is lost.
+
+1, 2 and 4 ranks, every split of a batch, DDP and FSDP2: gradients within 1e-5 of one process. A run that is killed
+with SIGKILL five times ends with the losses and weights of one that is not (`python tests/kills.py 50` kills it fifty
+times).
+"""
 
 import os
 import re
@@ -13,19 +18,18 @@ import allreduce
 import psutil
 import pytest
 import torch
-from conftest import ROOT, STEP, load, since, watch
+from conftest import ROOT, STEP, since, watch
 
 PLAIN = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}  # what is tested here does not depend on it
 SIZES = ["--model", "nano", "--seq-len", "32", "--batch-size", "2", "--total-batch-size", "256"]
 FAULTY = """
 # ddp_run.py, in which one rank fails in its fourth step, unless torchrun has started it anew
-import os, runpy, signal, sys, time, torch
+import os, runpy, signal, sys, torch
 count, update = 0, torch.optim.AdamW.step
 def step(optimizer, *args, **kwargs):
     global count
     count += 1
     if count == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        open({moment!r}, "w").write(str(time.time()))
         {fault}
     return update(optimizer, *args, **kwargs)
 torch.optim.AdamW.step = step
@@ -77,11 +81,13 @@ def same(one, many, tolerance=1e-5):
             assert norm.item() == pytest.approx(expected.item(), rel=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, sizes", [(1, (4, 1)), (2, (4, 2, 1)), (4, (2, 1))])
 def test_every_split_gives_the_gradients_of_one_process_on_the_whole_batch(gradients, ranks, sizes):
     same(gradients(1, 8, 4, 1)[8], {size: gradients(ranks, *sizes)[size] for size in sizes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, sizes", [(2, (4, 1)), (4, (2,))])
 def test_slices_give_the_gradients_of_the_whole(gradients, ranks, sizes):
     same(gradients(1, 8, 4, 1)[8], gradients(ranks, *sizes, script="branches/fsdp_run.py"))
@@ -101,6 +107,7 @@ def calm(run):
     return curve(done)
 
 
+@pytest.mark.slow
 def test_slices_train_as_the_whole_does_and_either_goes_on_from_the_other(run, calm, tmp_path):
     """In bf16, if the CPU has it, on two ranks; the first of these runs is compiled."""
     words = *SIZES, "--steps", 8, "--save-every", 6, "--checkpoint-dir"
@@ -109,10 +116,10 @@ def test_slices_train_as_the_whole_does_and_either_goes_on_from_the_other(run, c
     assert slices.returncode == 0, slices.stderr
     assert slices.losses == pytest.approx(expected, abs=2e-4)
     (tmp_path / "slices" / "step_00000008.pt").unlink()
-    whole = watch("ddp_run.py", *words, tmp_path / "slices", "--resume")
+    whole = watch("ddp_run.py", *words, tmp_path / "slices", "--resume", full=True)
     assert [float(step.printed["loss"]) for step in whole] == pytest.approx(expected[6:], abs=2e-4)
 
-    watch("ddp_run.py", *words, tmp_path / "whole")
+    watch("ddp_run.py", *words, tmp_path / "whole", full=True)
     (tmp_path / "whole" / "step_00000008.pt").unlink()
     words = *words, tmp_path / "whole", "--resume"
     slices = run("branches/fsdp_run.py", *words, torchrun=2, **PLAIN)
@@ -126,16 +133,15 @@ def faulty(tmp_path, run):
 
     def with_fault(fault, *args, restarts=0):
         path = tmp_path / "faulty.py"
-        path.write_text(FAULTY.format(fault=fault, script=str(ROOT / "ddp_run.py"), moment=str(tmp_path / "moment")))
+        path.write_text(FAULTY.format(fault=fault, script=str(ROOT / "ddp_run.py")))
         # or a rank that is started anew finds where the one before it could be met (pytorch/pytorch#135712)
         environment = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        done = run(path, *SIZES, *args, torchrun=2, restarts=restarts, **environment)
-        done.seconds = time.time() - float((tmp_path / "moment").read_text())
-        return done
+        return run(path, *SIZES, *args, torchrun=2, restarts=restarts, timeout=120, **environment)
 
     return with_fault
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault, cause",
     [
@@ -146,7 +152,6 @@ def faulty(tmp_path, run):
 def test_a_rank_that_fails_takes_the_others_with_it_and_is_named(faulty, tmp_path, fault, cause):
     done = faulty(fault, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved")
     assert done.returncode != 0
-    assert done.seconds < 60
     lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in lines if str(tmp_path) in line]
     assert cause in done.stderr
@@ -155,6 +160,7 @@ def test_a_rank_that_fails_takes_the_others_with_it_and_is_named(faulty, tmp_pat
     assert len(done.losses) in (3, 4)
 
 
+@pytest.mark.slow
 def test_max_restarts_goes_on_from_the_newest_checkpoint(faulty, calm, tmp_path):
     saving = "--checkpoint-dir", tmp_path / "saved", "--save-every", 2, "--resume", "--log-file", tmp_path / "log.jsonl"
     done = faulty("os.kill(os.getpid(), signal.SIGKILL)", "--steps", 8, *saving, restarts=1)
@@ -175,36 +181,29 @@ def test_max_restarts_goes_on_from_the_newest_checkpoint(faulty, calm, tmp_path)
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "environment variable MASTER_PORT expected"),
     ],
 )
-def test_ranks_started_by_hand_are_told_what_is_missing(monkeypatch, capfd, variables, pattern):
+def test_ranks_started_by_hand_are_told_what_is_missing(monkeypatch, refused, variables, pattern):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.argv", ["ddp_run.py", "--device", "cpu"])
-    with pytest.raises(SystemExit) as exit:
-        load("ddp_run.py").main()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # main() sets its own
-    assert exit.value.code == 2
-    written = capfd.readouterr().err
-    assert len(written.splitlines()) == 1
-    assert re.match(rf"ddp_run.py: error: .*{pattern}", written), written
+    refused("ddp_run.py", "--device", "cpu", says=pattern)
 
 
-def test_a_port_in_use_is_one_line(run):
+def test_a_port_in_use_is_one_line(refused, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        done = run("ddp_run.py", "--steps", 1, **place)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert re.match(rf"ddp_run.py: error: .*{port}.*EADDRINUSE", done.stderr), done.stderr
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        refused("ddp_run.py", "--device", "cpu", status=1, says=f".*{port}.*EADDRINUSE")
 
 
+@pytest.mark.slow
 def test_ranks_with_different_folders_are_refused(run, tmp_path):
     """Two machines without a common disk: rank 0 finds a checkpoint, rank 1 none."""
-    watch("ddp_run.py", *SIZES, "--steps", 2, "--checkpoint-dir", tmp_path / "0" / "saved")
+    watch("ddp_run.py", *SIZES, "--steps", 2, "--checkpoint-dir", tmp_path / "0" / "saved", full=True)
     (tmp_path / "1").mkdir()
     script = tmp_path / "apart.py"
     script.write_text(
@@ -232,6 +231,7 @@ def agents(tmp_path, *args, port):
     ]
 
 
+@pytest.mark.slow
 def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path):
     both = agents(tmp_path, "--steps", 8, port=free_port())
     texts = [agent.communicate(timeout=200)[0] for agent in both]
@@ -247,9 +247,7 @@ def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path):
         assert time.monotonic() < patience
         time.sleep(0.1)
     both[1].send_signal(signal.SIGTERM)  # one machine is taken away: both finish the step, and it is saved
-    start = time.monotonic()
-    texts = [agent.communicate(timeout=60)[0] for agent in both]
-    assert time.monotonic() - start < 60
+    texts = [agent.communicate(timeout=120)[0] for agent in both]
     assert all(agent.returncode != 0 for agent in both), texts
     (path,) = (tmp_path / "saved").glob("step_*.pt")
     stopped = int(path.stem[5:])
@@ -291,9 +289,13 @@ def test_slurm_starts_a_torchrun_per_machine_and_queues_again_what_it_must_stop(
     assert "requeue" not in calls.read_text()
 
 
-def test_the_all_reduce_is_measured_and_the_arithmetic_is_right(run):
+def test_the_arithmetic_of_the_all_reduce():
     assert allreduce.speed_up(2, step_ms=1000, gradient_bytes=5e8, bus_gb_s=10) == pytest.approx(1000 / (500 + 50))
     assert allreduce.speed_up(8, step_ms=1000, gradient_bytes=5e8, bus_gb_s=10) == pytest.approx(1000 / (125 + 87.5))
+
+
+@pytest.mark.slow
+def test_the_all_reduce_is_measured(run):
     done = run("tools/allreduce.py", "--model", "nano", "--step-ms", 1000, torchrun=2)
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
@@ -306,6 +308,7 @@ def test_the_all_reduce_is_measured_and_the_arithmetic_is_right(run):
     assert done.returncode == 2 and "start it with torchrun" in done.stderr
 
 
+@pytest.mark.slow
 def test_five_kills(run):
     """python tests/kills.py 50 does ten times as many."""
     done = run("tests/kills.py", 5, "--seed", 1, timeout=900, **PLAIN)

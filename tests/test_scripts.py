@@ -1,60 +1,89 @@
-"""Every script as a user runs it: what it prints is true, it learns, and it does the same twice."""
+"""Every script runs as a user runs it, prints what is true, and learns.
 
+On one rank, on two, and a second time with the same result.
+"""
+
+import functools
 import math
 import re
 import shutil
 import statistics
 
 import pytest
-from conftest import BF16_CPU, FP16, ROOT, SCRIPTS, STEP, SUMMARY, clips, since
+from conftest import BF16_CPU, EAGER, FP16, ROOT, SCRIPTS, STEP, SUMMARY, clips, play, since
 
 PARAMETERS = {"baseline.py": 13_790_208} | dict.fromkeys(since(1, 7), 7_357_312) | dict.fromkeys(since(7), 7_363_328)
 
 
+STEPS = 6
+COMPILED = [SCRIPTS[5], SCRIPTS[6], SCRIPTS[7], "ddp_run.py"]  # each version of the model, and DDP
+
+
+def sizes(script):
+    """What makes a run of a script shorter: fewer micro-steps, and fewer numbers in fp16, which a CPU emulates."""
+    return ["--total-batch-size", 1024] * (script in since("ddp_run.py")) + ["--batch-size", 1] * (script == FP16)
+
+
+def losses(printed):
+    return [float(step["loss"]) for step in STEP.finditer(printed)]
+
+
 @pytest.fixture(scope="session")
-def runs(run):
-    """Script -> two runs of it with the same arguments, made when first asked for."""
-    made = {}
+def printed(run):
+    """Script -> what a run of it prints. Some have a process of their own, others run in this one, uncompiled."""
 
-    def twice(script):
-        if script not in made:
-            made[script] = [run(script, "--steps", 8) for _ in range(2)]
-        return made[script]
+    @functools.cache
+    def printed(script):
+        words = script, "--steps", STEPS, *sizes(script)
+        return alone(run, *words) if script in ("baseline.py", *COMPILED) else play(*words, full=True)
 
-    return twice
+    return printed
+
+
+def alone(run, *words, **environment):
+    """What is printed by a run that must succeed without a warning and leave nothing behind."""
+    done = run(*words, **environment)
+    assert (done.returncode, done.stderr, done.left_behind) == (0, "", []), done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_second_run_in_a_process_of_its_own_is_the_first_again(run, printed, script):
+    """From rung 08 on the second is compiled, and the first was not."""
+    rounding = 0 if script in (*SCRIPTS[:5], *COMPILED) else 1e-2 if BF16_CPU else 1e-4
+    again = losses(alone(run, script, "--steps", STEPS, *sizes(script)))
+    assert again == pytest.approx(losses(printed(script)), abs=rounding)
+
+
+@pytest.mark.parametrize("script", [SCRIPTS[5], *(pytest.param(s, marks=pytest.mark.slow) for s in COMPILED[1:])])
+def test_a_compiled_run_has_the_losses_of_an_eager_one(printed, script):
+    eager = play(script, "--steps", STEPS, *sizes(script), full=True)
+    assert losses(printed(script)) == pytest.approx(losses(eager), abs=1e-2 if BF16_CPU else 1e-4)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_succeeds_without_a_warning_and_leaves_nothing_behind(runs, script):
-    for done in runs(script):
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
-        assert done.left_behind == []
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_lines_are_those_of_the_contract(runs, script):
-    lines = runs(script)[0].stdout.splitlines()
-    tokens = 4 * 128  # nano's default batch
-    assert (
-        lines.pop(0)
-        == "on a CPU the model is nano, 4 layers 128 wide, at T 128 (--model gpt2 trains GPT-2 all the same)"
-    )
+def test_the_lines_are_those_of_the_contract(printed, script):
+    lines = printed(script).splitlines()
+    B = 1 if script == FP16 else 4  # 4 is nano's default
+    tokens = B * 128
+    nano = "on a CPU the model is nano, 4 layers 128 wide, at T 128 (--model gpt2 trains GPT-2 all the same)"
+    assert lines.pop(0) == nano
     if script in since(2):
         assert lines.pop(0).startswith("no TF32 here")
     if script in set(since(3)) - {FP16} and not BF16_CPU:
         assert lines.pop(0).startswith("no bf16 here")
     assert re.fullmatch(
-        rf"device cpu \(.+\) \| torch \S+ \| nano {PARAMETERS[script]:,} parameters \| B 4 T 128", lines.pop(0)
+        rf"device cpu \(.+\) \| torch \S+ \| nano {PARAMETERS[script]:,} parameters \| B {B} T 128", lines.pop(0)
     )
     assert lines.pop(0) == "loaded 338025 tokens"
-    assert lines.pop(0) == "1 epoch = 660 batches"
+    assert lines.pop(0) == f"1 epoch = {660 * 4 // B} batches"
     if script in since("ddp_run.py"):
-        assert lines.pop(0) == "4096 tokens per step = 8 micro-steps * B 4 * T 128 * 1 ranks"
-        tokens = 4096
+        assert lines.pop(0) == "1024 tokens per step = 2 micro-steps * B 4 * T 128 * 1 ranks"
+        tokens = 1024
 
     times = []
-    for number, line in enumerate(lines[:8]):
+    for number, line in enumerate(lines[:STEPS]):
         step = STEP.fullmatch(line)
         assert step, line
         assert int(step["step"]) == number
@@ -65,35 +94,32 @@ def test_the_lines_are_those_of_the_contract(runs, script):
         ms, rate = float(step["ms"]), float(step["rate"].replace(",", ""))
         assert rate == pytest.approx(tokens / (ms / 1000), rel=1e-3, abs=1)  # tokens per SECOND
         times.append(ms)
-    summary = SUMMARY.fullmatch(lines[8])
-    assert summary, lines[8]
-    assert (summary["first"], summary["last"]) == ("4", "7")  # under 20 steps the first half is left out
-    assert float(summary["ms"]) == pytest.approx(statistics.median(times[4:]), abs=0.02)
+    summary = SUMMARY.fullmatch(lines[STEPS])
+    assert summary, lines[STEPS]
+    assert (summary["first"], summary["last"]) == ("3", "5")  # under 20 steps the first half is left out
+    assert float(summary["ms"]) == pytest.approx(statistics.median(times[3:]), abs=0.02)
     assert float(summary["rate"].replace(",", "")) == pytest.approx(
         tokens / float(summary["ms"]) * 1000, rel=1e-3, abs=1
     )
     assert 0.2 < float(summary["memory"]) < 20  # GiB of a process that holds torch and a batch of logits
-    assert len(lines) == 9
+    assert len(lines) == STEPS + 1
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_first_loss_is_that_of_a_guess_and_the_last_is_lower(runs, script):
-    losses = runs(script)[0].losses
-    assert losses[0] == pytest.approx(math.log(50257), abs=0.25)
-    assert losses[-1] < losses[0] - 0.3
+def test_the_first_loss_is_that_of_a_guess_and_the_last_is_lower(printed, script):
+    first, *_, last = losses(printed(script))
+    assert first == pytest.approx(math.log(50257), abs=0.25)
+    assert last < first - 0.3
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_one_seed_gives_one_curve_and_another_seed_another(run, runs, script):
-    first, second = runs(script)
-    assert first.losses == second.losses
-    if script == "baseline.py":
-        assert run(script, "--steps", 1, "--seed", 1338).losses != first.losses[:1]
+def test_from_20_steps_on_the_median_leaves_out_10():
+    printed = play("baseline.py", "--steps", 20, "--batch-size", 1, "--seq-len", 8)
+    assert SUMMARY.search(printed)["first"] == "10"
 
 
-def test_from_20_steps_on_the_median_leaves_out_10(run):
-    done = run("baseline.py", "--steps", 20, "--batch-size", 1, "--seq-len", 8)
-    assert SUMMARY.search(done.stdout)["first"] == "10"
+def test_nano_takes_4096_tokens_per_step_unless_told():
+    for script in since("ddp_run.py"):
+        assert "4096 tokens per step = 8 micro-steps * B 4 * T 128 * 1 ranks" in play(script, "--steps", 1)
 
 
 @pytest.mark.parametrize("script", ["baseline.py", "ddp_run.py"])
@@ -101,7 +127,7 @@ def test_a_script_runs_alone_in_another_folder(run, tmp_path, script):
     shutil.copy(ROOT / script, tmp_path)
     shutil.copy(ROOT / "input.txt", tmp_path)
     shutil.copytree(ROOT / "tokenizer", tmp_path / "tokenizer")
-    done = run(script, "--steps", 1, folder=tmp_path)
+    done = run(script, "--steps", 1, *sizes(script), folder=tmp_path, **EAGER)
     assert done.returncode == 0, done.stderr
     assert len(done.losses) == 1
 
@@ -127,32 +153,27 @@ def test_ctrl_c_prints_the_summary_so_far(run, tmp_path):
     assert SUMMARY.fullmatch(done.stdout.splitlines()[-1])["last"] == str(len(done.losses) - 1)
 
 
-@pytest.fixture(scope="module")
-def ranks(run):
-    """The same 5 steps on one rank and on two."""
-    arguments = ("ddp_run.py", "--steps", 5, "--batch-size", 2, "--total-batch-size", 1024)
-    return run(*arguments), run(*arguments, torchrun=2, OMP_NUM_THREADS="1")
+WORDS = "ddp_run.py", "--steps", 5, "--batch-size", 2, "--total-batch-size", 1024
 
 
-def test_two_ranks_give_the_curve_of_one(ranks):
-    one, two = ranks
-    assert two.returncode == 0, two.stderr
-    assert two.losses == pytest.approx(one.losses, abs=1e-4)
-    for alone, together in zip(one.steps, two.steps, strict=True):
+@pytest.fixture(scope="module", params=["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+def two_ranks(run, request):
+    return run(*WORDS, torchrun=2, **EAGER if request.param == "eager" else {})
+
+
+def test_two_ranks_print_once_the_curve_of_one(two_ranks):
+    one, two = play(*WORDS, full=True), two_ranks.stdout
+    assert (two_ranks.returncode, two_ranks.stderr) == (0, "")
+    assert len(losses(two)) == 5 and len(two.splitlines()) == len(one.splitlines())
+    for alone, together in zip(STEP.finditer(one), STEP.finditer(two), strict=True):
+        assert float(together["loss"]) == pytest.approx(float(alone["loss"]), abs=1e-4)
         assert float(together["norm"]) == pytest.approx(float(alone["norm"]), rel=1e-2)
         rate = 1024 / float(together["ms"]) * 1000
         assert float(together["rate"].replace(",", "")) == pytest.approx(rate, rel=1e-2, abs=0.51)
-    assert "1 epoch = 1320 batches\n1024 tokens per step = 4 micro-steps * B 2 * T 128 * 1 ranks" in one.stdout
-    assert "1 epoch = 660 batches\n1024 tokens per step = 2 micro-steps * B 2 * T 128 * 2 ranks" in two.stdout
+    assert "1 epoch = 1320 batches\n1024 tokens per step = 4 micro-steps * B 2 * T 128 * 1 ranks" in one
+    assert "1 epoch = 660 batches\n1024 tokens per step = 2 micro-steps * B 2 * T 128 * 2 ranks" in two
 
 
-def test_rank_0_alone_prints(ranks):
-    one, two = ranks
-    assert len(two.losses) == 5
-    assert len(two.stdout.splitlines()) == len(one.stdout.splitlines())
-    assert two.stderr == ""
-
-
-def test_torchrun_with_one_process_is_the_run_without_it(run, ranks):
-    arguments = ("ddp_run.py", "--steps", 5, "--batch-size", 2, "--total-batch-size", 1024)
-    assert run(*arguments, torchrun=1).losses == pytest.approx(ranks[0].losses, abs=1e-4)
+@pytest.mark.slow
+def test_torchrun_with_one_process_is_the_run_without_it(run):
+    assert run(*WORDS, torchrun=1, **EAGER).losses == pytest.approx(losses(play(*WORDS, full=True)), abs=1e-4)

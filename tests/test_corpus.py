@@ -1,0 +1,316 @@
+"""Tokenizing loses no document; pre-training reads each token once per epoch and none of those held out.
+
+Killed at any moment, the same command writes the same shards. The validation loss does not depend on the batch size
+or the number of ranks.
+"""
+
+import json
+import math
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import fineweb
+import numpy as np
+import pandas
+import pytest
+import tiktoken
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, load, nano
+from fineweb import HEADER, Shard, write_shard
+
+TRAIN, END = "pretrain/train.py", 50256
+train = load(TRAIN)
+os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(ROOT / "tokenizer"))
+encode = tiktoken.get_encoding("gpt2").encode_ordinary
+
+
+@pytest.fixture(scope="session")
+def documents():
+    """A few thousand texts, some of them awkward."""
+    parts = (ROOT / "input.txt").read_text(encoding="utf-8").split("\n\n")
+    return [*parts, "", "<|endoftext|> in a text", "two\n\r\n\nlines and a tab\t", "Ünïcode 漢字 🙂\u2028"]
+
+
+@pytest.fixture(scope="session")
+def tokens(documents):
+    """What their shards must hold together."""
+    return np.array([token for text in documents for token in [END, *encode(text)]])
+
+
+@pytest.fixture(scope="session")
+def files(documents, tmp_path_factory):
+    """The same documents as JSON lines, as two Parquet files, and as text files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rows = [json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents)]
+    (folder / "all.jsonl").write_text("".join(rows), encoding="utf-8")
+    for i, part in enumerate((documents[:3000], documents[3000:])):
+        pandas.DataFrame({"text": part, "id": range(len(part))}).to_parquet(folder / f"{i}.parquet", row_group_size=700)
+    for i, text in enumerate(documents[-30:]):
+        name = "[1].txt" if i == 7 else f"{i:02d}.txt"  # no pattern, but a name
+        (folder / name).write_bytes(text.encode())
+    return folder
+
+
+def shards(folder):
+    return [Shard(path) for path in sorted(folder.glob("*.bin"))]
+
+
+def joined(folder):
+    return np.concatenate([shard[:] for shard in shards(folder)])
+
+
+@pytest.fixture
+def shard(monkeypatch, capfd):
+    """Run fineweb.py in this process: what it printed."""
+
+    def shard(*words):
+        monkeypatch.setattr("sys.argv", ["fineweb.py", *map(str, words)])
+        capfd.readouterr()
+        fineweb.main()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return capfd.readouterr().out
+
+    return shard
+
+
+@pytest.mark.parametrize("kind", ["all.jsonl", "*.parquet", "*.txt"])
+def test_no_document_is_lost_or_written_twice(shard, files, documents, tokens, tmp_path, kind):
+    inputs = sorted(files.glob(kind))
+    if kind == "*.txt":
+        tokens = [token for path in inputs for token in [END, *encode(path.read_bytes().decode())]]
+    size = 50_000 if kind != "*.txt" else 500
+    printed = shard(*inputs, "--out", tmp_path / "shards", "--shard-size", size)
+    made = shards(tmp_path / "shards")
+    assert [len(shard) for shard in made[:-1]] == [size] * (len(made) - 1) and 0 < len(made[-1]) <= size
+    assert np.array_equal(joined(tmp_path / "shards"), tokens)
+    count = 30 if kind == "*.txt" else len(documents)
+    assert f"is complete: {count} documents, {len(tokens)} tokens, {len(made)} shards" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all.jsonl", "*.parquet"])
+def test_a_killed_run_goes_on_to_the_same_shards(files, tmp_path, kind):
+    """Killed with SIGKILL four times, at different moments of its work; the same command goes on."""
+    out = tmp_path / "shards"
+    command = [sys.executable, ROOT / "pretrain/fineweb.py", *sorted(files.glob(kind)), "--shard-size", "1000", "--out"]
+    subprocess.run([*command, tmp_path / "undisturbed"], check=True, capture_output=True)
+    for count in (1, 9, 40, 90):
+        process = subprocess.Popen([*command, out], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and len(list(out.glob("*.bin"))) < count:
+            time.sleep(0.001)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
+        assert len(list(out.glob("*.bin"))) < 300
+    subprocess.run([*command, out], check=True, capture_output=True)
+    names = sorted(path.name for path in (tmp_path / "undisturbed").glob("*.bin"))
+    assert sorted(path.name for path in out.glob("*.bin")) == names and len(names) > 300
+    for name in names:
+        assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), name
+    assert not list(out.glob("*.tmp"))
+
+
+def test_less_than_one_shard_is_divided_and_a_second_run_does_nothing(shard, refused, files, tokens, tmp_path):
+    arguments = files / "all.jsonl", "--out", tmp_path / "shards"
+    shard(*arguments)
+    validation, training = shards(tmp_path / "shards")
+    assert len(validation) == math.ceil(len(tokens) / 10)
+    assert np.array_equal(joined(tmp_path / "shards"), tokens)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.bin")}
+    shard(*arguments)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.bin")} == before
+    (tmp_path / "shards" / "shard_000001.bin").unlink()  # "complete" would be untrue
+    refused("pretrain/fineweb.py", *arguments, says=".*shard_000001.bin")
+
+
+WRONG_CORPUS = {
+    "no such file": (["nowhere.jsonl"], "nowhere.jsonl"),
+    "two kinds": (["a.jsonl", "b.txt"], "all of one kind"),
+    "an unknown kind": (["c.doc"], r"\.doc"),
+    "no such column": (["a.jsonl", "--column", "body"], "body"),
+    "a row without text": (["hole.jsonl"], "no text"),
+    "not JSON": (["broken.jsonl"], "broken.jsonl"),
+    "shards of something else": (["a.jsonl", "--out", "foreign"], "foreign.*something else"),
+    "begun with other settings": (["a.jsonl", "--out", "begun", "--shard-size", "9"], "begun: its progress.json"),
+    "a progress.json of another program": (["a.jsonl", "--out", "theirs"], "theirs: its progress.json"),
+    "one shard alone": (["a.jsonl", "--shard-size", "12"], "12 tokens make no two shards"),
+    "a shard of one token": (["a.jsonl", "--shard-size", "1"], "at least 2"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CORPUS)
+def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, capfd):
+    arguments, pattern = WRONG_CORPUS[case]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one two three four five six seven eight nine ten now"}))
+    assert len(encode("one two three four five six seven eight nine ten now")) == 11
+    (tmp_path / "hole.jsonl").write_text('{"text": "one"}\n{"text": null}\n')
+    (tmp_path / "broken.jsonl").write_text('{"text": "one"}\n{"text": \n')
+    (tmp_path / "b.txt").write_text("text")
+    (tmp_path / "c.doc").write_text("text")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "x.bin").write_bytes(b"theirs")
+    (tmp_path / "begun").mkdir()
+    fields = {"source": {}, "shards": 0, "tokens": 0, "documents": 0, "before": None, "skip": 0, "end": False}
+    (tmp_path / "begun" / "progress.json").write_text(json.dumps(fields))
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "progress.json").write_text("[1]")
+    here = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    arguments = [str(tmp_path / a) if (tmp_path / a).exists() or a.startswith("nowhere") else a for a in arguments]
+    if "--out" not in arguments:
+        arguments += ["--out", str(tmp_path / "new")]
+    monkeypatch.setattr("sys.argv", ["fineweb.py", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        fineweb.main()
+    assert exit.value.code == (1 if "alone" in case else 2)  # there a shard was written already
+    written = capfd.readouterr().err
+    lines = [line for line in re.split(r"[\r\n]", written) if line and "tokens/s]" not in line]  # the progress bar
+    assert len(lines) == 1 and re.match(f"fineweb.py: error: .*{pattern}", lines[0]), written
+    assert {path: path.read_bytes() for path in here} == here
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(run, tmp_path):
+    done = run("pretrain/fineweb.py", "--out", tmp_path / "new", HF_HUB_OFFLINE="1")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "on the hub: " in done.stderr and "without a network, give files" in done.stderr
+
+
+def damaged(name, data):
+    """A shard's bytes with one thing wrong."""
+    head, body = bytearray(data[: HEADER.size]), bytearray(data[HEADER.size :])
+    if name == "cut short":
+        return bytes(head + body[:-2])
+    if name == "no header":
+        return bytes(body)
+    if name == "empty":
+        return b""
+    if name == "another vocabulary":
+        struct.pack_into("<I", head, 12, 100277)
+    if name == "another version":
+        struct.pack_into("<I", head, 8, 2)
+    if name == "a flipped bit":
+        body[len(body) // 2] ^= 1
+    return bytes(head + body)
+
+
+DAMAGE = {
+    "cut short": "is cut short or not whole: 3000 tokens, but 6062 bytes",
+    "no header": "is not a shard",
+    "empty": "is not a shard",
+    "another vocabulary": "is of a vocabulary of 100277 tokens, not GPT-2's 50257",
+    "another version": "has version 2",
+    "a flipped bit": "is damaged",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
+    for i in range(3):
+        write_shard(tmp_path / f"shard_{i:06d}.bin", np.arange(3000) + i)
+    path = tmp_path / "shard_000001.bin"
+    path.write_bytes(damaged(name, path.read_bytes()))
+    with pytest.raises(ValueError, match=re.escape(f"{path} {DAMAGE[name]}")):
+        Shard(path)[:]
+    if name == "a flipped bit":  # it is read when training comes to it; the other shard stays good
+        loader = train.DataLoaderLite(tmp_path, 1, 100)
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            for _ in range(60):
+                loader.next_batch()
+    else:
+        refused(TRAIN, "--data", tmp_path, says=f"--data .*{re.escape(str(path))}")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Shards of 100 (for validation), 1000, 1337, 1000 and 41 tokens, no two of which are the same."""
+    folder = tmp_path_factory.mktemp("shards")
+    start = 0
+    for i, size in enumerate((100, 1000, 1337, 1000, 41)):
+        write_shard(folder / f"shard_{i:06d}.bin", np.arange(start, start + size))
+        start += size
+    return folder
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_token_is_read_once_per_epoch_whatever_the_ranks(corpus, world_size):
+    loaders = [train.DataLoaderLite(corpus, 2, 7, rank, world_size) for rank in range(world_size)]
+    stream = []
+    for _ in range(math.ceil(3 * 3378 / (14 * world_size)) + 1):
+        for loader in loaders:
+            x, y = loader.next_batch()
+            assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (2, 7)
+            assert torch.equal(x.flatten()[1:], y.flatten()[:-1])
+            stream.append((x.flatten().tolist(), y[-1, -1].item()))
+    assert all(batch[1] == following[0][0] for batch, following in zip(stream, stream[1:], strict=False))
+    seen = [token for batch, _ in stream for token in batch]
+    epochs = [seen[i * 3378 : (i + 1) * 3378] for i in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(100, 3478))
+    alone = train.DataLoaderLite(corpus, 2, 7)
+    assert seen == alone.read(0, len(seen)).tolist()
+
+
+def test_each_epoch_and_each_seed_orders_the_shards_anew(corpus):
+    def order(seed, epoch):
+        tokens = train.DataLoaderLite(corpus, 1, 1, seed=seed).read(3378 * epoch, 3378)
+        return [int(token) for token in tokens if token in (100, 1100, 2437, 3437)]  # the first of each shard
+
+    orders = {(seed, epoch): order(seed, epoch) for seed in range(4) for epoch in range(4)}
+    assert all(sorted(order) == [100, 1100, 2437, 3437] for order in orders.values())
+    assert len({tuple(orders[0, epoch]) for epoch in range(4)}) > 1
+    assert len({tuple(orders[seed, 0]) for seed in range(4)}) > 1
+    assert order(3, 2) == orders[3, 2]
+
+
+def test_a_place_in_the_stream_is_one_number(corpus):
+    first, second = (train.DataLoaderLite(corpus, 3, 11) for _ in range(2))
+    for _ in range(150):  # over the end of an epoch, and of every shard
+        first.next_batch()
+    second.position = first.position
+    for _ in range(150):
+        for ours, theirs in zip(second.next_batch(), first.next_batch(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_of_a_text_the_last_tenth_is_held_out():
+    loader = train.DataLoaderLite(ROOT / "input.txt", 2, 64)
+    text = encode((ROOT / "input.txt").read_text(encoding="utf-8"))
+    assert loader.read(0, loader.size).tolist() + loader.validation.tolist() == text
+    assert len(loader.validation) == math.ceil(len(text) / 10)
+
+
+def uneven():
+    """A nano model whose losses differ from token to token."""
+    model = nano(TRAIN, seed=0).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("B, world_size", [(1, 1), (5, 1), (16, 1), (2, 3), (7, 4)])
+@torch.no_grad()
+def test_the_validation_loss_is_the_same_for_any_batch_and_number_of_ranks(corpus, B, world_size):
+    model, T = uneven(), 9
+    tokens = torch.arange(100)
+    expected = []
+    for first in range(0, 99 // T * T, T):
+        logits = model(tokens[None, first : first + T])
+        expected += F.cross_entropy(logits[0], tokens[first + 1 : first + T + 1], reduction="none").tolist()
+    assert np.std(expected) > 0.1
+    parts = [
+        train.validate(model, train.DataLoaderLite(corpus, B, T, rank, world_size), torch.device("cpu"), 1000)
+        for rank in range(world_size)
+    ]
+    total, count = map(sum, zip(*parts, strict=True))
+    assert count == len(expected) == 99
+    assert total / count == pytest.approx(np.mean(expected), abs=1e-5)
+
+
+@torch.no_grad()
+def test_validation_stops_at_its_limit(corpus):
+    loader = train.DataLoaderLite(corpus, 4, 9)
+    assert train.validate(uneven(), loader, torch.device("cpu"), limit=50)[1] == 45

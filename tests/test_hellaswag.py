@@ -1,0 +1,174 @@
+"""A HellaSwag score is what its definition gives, one text at a time."""
+
+import json
+import re
+
+import hellaswag
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, watch
+from test_corpus import encode, train, uneven
+
+
+def write_questions(path, count=40):
+    """HellaSwag's format, from the text itself: the right ending is what follows there."""
+    words = (ROOT / "input.txt").read_text(encoding="utf-8").split()
+    rng, lines = np.random.default_rng(1), []
+    for label in rng.integers(4, size=count):
+        places = rng.integers(len(words) - 40, size=4)
+        endings = [" ".join(words[place + 12 : place + 20]) for place in places]
+        lines.append(example(endings, int(label), " ".join(words[places[label] : places[label] + 12])))
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+class Liker(torch.nn.Module):
+    """A model to which every token costs 1 nat more than the token liked best, and that one nearly nothing."""
+
+    def __init__(self, liked, cost=1.0):
+        super().__init__()
+        self.config = train.GPTConfig()
+        self.liked, self.cost = liked, cost
+
+    def forward(self, idx):
+        logits = torch.full((*idx.shape, 50304), -20.0)
+        logits[..., self.liked] = 0.0
+        logits[..., encode(" dog")[0]] = -self.cost
+        return logits
+
+
+def example(endings, label, context="The cat", **more):
+    return json.dumps({"ind": 1, "ctx": context, "endings": endings, "label": label} | more) + "\n"
+
+
+@torch.compiler.set_stance("force_eager")  # the compiled one is run below, as a user runs it
+def scores(path, model):
+    by_sum, by_mean, n = hellaswag.count_right(model, hellaswag.read_examples(path), 1024, torch.device("cpu"))
+    return by_sum, by_mean, n
+
+
+def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
+    """To this model " cat" is nearly free, " dog" costs 1 nat, any other token 20."""
+    long = "A much longer context, which costs a lot"
+    lines = [  # and whether the sum, and the mean, finds the right one
+        (example(["cat cat", "dog dog", "sun", "sun sun"], 0), True, True),
+        (example(["sun", "dog dog", "cat cat", "sun sun"], 0), False, False),
+        (example(["sun dog", "sun sun", "sun", "sun sun sun"], 2), True, False),  # 20 nats, not 21; but 10.5 each
+        (example(["sun sun", "sun", "dog dog dog dog dog dog", "cat sun sun cat cat"], 2), True, True),
+        (example(["dog dog dog", "cat sun cat cat cat cat cat cat cat cat cat cat", "sun", "sun"], 0), True, True),
+        (example(["cat dog dog cat", "dog", "sun", "sun"], 0, context=long), False, True),  # 2 nats, 0.5 each
+        (example(["cat", "dog dog dog dog dog dog dog dog", "sun", "sun"], 0, context=long), True, True),
+    ]
+    (tmp_path / "x.jsonl").write_text("".join(line for line, _, _ in lines))
+    expected = sum(by_sum for _, by_sum, _ in lines), sum(by_mean for _, _, by_mean in lines), len(lines)
+    assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == expected
+    for line, by_sum, by_mean in lines:  # and each by itself
+        (tmp_path / "x.jsonl").write_text(line)
+        assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (by_sum, by_mean, 1), line
+
+
+@torch.compiler.set_stance("force_eager")
+@torch.no_grad()
+def test_the_score_is_that_of_one_text_at_a_time(tmp_path):
+    """A model with no pattern to it, against the definition: no batches, no filling up, no compiler."""
+    rng = np.random.default_rng(0)
+    words = (ROOT / "input.txt").read_text(encoding="utf-8").split()
+
+    def text(n):
+        return " ".join(rng.choice(words, n))
+
+    rows = [
+        ([text(rng.integers(1, 12)) for _ in range(4)], int(rng.integers(4)), text(rng.integers(1, 30)))
+        for _ in range(12)
+    ]
+    (tmp_path / "x.jsonl").write_text("".join(example(endings, label, context) for endings, label, context in rows))
+    model, right = uneven(), np.zeros(2, dtype=int)
+    for endings, label, context in rows:
+        costs = []
+        for ending in endings:
+            before, after = encode(context), encode(" " + ending)
+            logits = model(torch.tensor([before + after]))[0, :, :50257].double().log_softmax(-1)
+            nats = -logits[torch.arange(len(before) - 1, len(before + after) - 1), after]
+            costs.append((nats.sum().item(), nats.mean().item()))
+        right += [min(range(4), key=lambda i: costs[i][kind]) == label for kind in (0, 1)]
+    examples = hellaswag.read_examples(tmp_path / "x.jsonl")
+    by_sum, by_mean, n = hellaswag.count_right(model, examples, 256, torch.device("cpu"))
+    assert (by_sum, by_mean, n) == (*right, 12)
+    parts = [hellaswag.count_right(model, examples, 700, torch.device("cpu"), rank, 3) for rank in range(3)]
+    assert tuple(map(sum, zip(*parts, strict=True))) == (by_sum, by_mean, n)
+    assert hellaswag.count_right(model, [], 700, torch.device("cpu")) == (0, 0, 0)
+
+
+@torch.no_grad()
+def test_a_text_longer_than_the_model_keeps_its_ending(tmp_path):
+    long = " ".join(["sun"] * 1500)
+    (tmp_path / "x.jsonl").write_text(example(["sun", "cat", "sun", "sun"], 1, context=long))
+    assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (1, 1, 1)
+
+
+@torch.no_grad()
+def test_a_context_may_be_empty_and_a_line_may_hold_any_character(tmp_path):
+    lines = [example(["sun", "cat", "sun", "sun"], 1, context=""), example(["sun", "cat\u2028", "sun", "sun"], 1)]
+    text = "".join(json.dumps(json.loads(line), ensure_ascii=False) + "\n" for line in lines)
+    (tmp_path / "x.jsonl").write_text(text, encoding="utf-8")
+    assert len(hellaswag.read_examples(tmp_path / "x.jsonl")) == 2
+    (tmp_path / "x.jsonl").write_text(lines[0])
+    assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (1, 1, 1)
+    (tmp_path / "x.jsonl").write_text(lines[0].replace('"label": 1', '"label": 0'))
+    assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (0, 0, 1)
+
+
+WRONG_EXAMPLE = {
+    "not JSON": ('{"ctx": "The cat', "line 2 is no example of HellaSwag: JSONDecodeError"),
+    "no context": ('{"endings": ["a", "b", "c", "d"], "label": 0}', "line 2 .*'ctx'"),
+    "three endings": (example(["a", "b", "c"], 0), "line 2 .*3 endings"),
+    "an ending longer than the model": (example(["a", "b", "c", "sun " * 1100], 0), r"line 2 .*, 110\d\]"),
+    "no such label": (example(["a", "b", "c", "d"], 4), "line 2 .*label 4"),
+    "a list": ("[1, 2]", "line 2 .*"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_EXAMPLE)
+def test_a_line_that_is_no_example_is_named(case, tmp_path):
+    line, pattern = WRONG_EXAMPLE[case]
+    (tmp_path / "x.jsonl").write_text(example(["a", "b", "c", "d"], "2") + line + "\n")
+    with pytest.raises(ValueError, match=pattern):
+        hellaswag.read_examples(tmp_path / "x.jsonl")
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    return write_questions(tmp_path_factory.mktemp("hellaswag") / "questions.jsonl")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder of two checkpoints."""
+    folder = tmp_path_factory.mktemp("trained")
+    short = "--batch-size", 1, "--seq-len", 16, "--total-batch-size", 16, "--data", ROOT / "README.md"
+    watch("ddp_run.py", "--model", "nano", "--steps", 2, "--save-every", 1, "--checkpoint-dir", folder, *short)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_checkpoint_a_folder_of_them_and_an_export_score_alike(run, trained, questions, tmp_path):
+    """As a user runs it, compiled."""
+    assert run("tools/export_hf.py", trained, tmp_path / "model").returncode == 0
+    lines = []
+    for model in (trained, trained / "step_00000002.pt", tmp_path / "model"):
+        done = run("pretrain/hellaswag.py", model, "--data", questions, "--batch-tokens", 1024)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        lines.append(done.stdout.split(" | ", 1)[1])
+    assert len(set(lines)) == 1
+    assert re.fullmatch(r"HellaSwag, completion style \| acc 0\.\d{4} \| acc_norm 0\.\d{4} \| 40 examples\n", lines[0])
+
+
+@pytest.mark.parametrize("script", ["tools/sample.py", "pretrain/hellaswag.py"])
+@pytest.mark.parametrize("what", ["a hub that cannot be reached", "text", "foreign"])
+def test_a_model_that_cannot_be_had_is_one_line(refused, script, what, tmp_path, questions):
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.pt")
+    model = "gpt2" if "hub" in what else tmp_path / f"{what}.pt"
+    more = ["--data", questions] if "hellaswag" in script else []
+    refused(script, model, *more, says="" if "hub" not in what else ".*without a network, give a folder")
