@@ -1,8 +1,10 @@
 PYTHON ?= python3
+PYTEST = .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 help:
 	@echo 'make run       train with speedup_10_fused_adamw.py; ARGS="--steps 200" passes options on'
-	@echo 'make test      lint and run every test'
+	@echo 'make test      lint and run the tests that take minutes at most: before every commit'
+	@echo 'make test-all  every test, as CI does'
 	@echo 'make ladder    measure the twelve scripts on this machine; ARGS="--repeat 3 --peers --profile"'
 	@echo 'make readme    write the table of rungs into README.md from ladder.toml'
 	@echo 'make docs-figures  write what was measured into README.md and docs/img/; ARGS=results/FOLDER'
@@ -12,10 +14,15 @@ help:
 run: .venv/run
 	.venv/bin/python speedup_10_fused_adamw.py $(ARGS)
 
-test: .venv/dev chromium
+test: .venv/dev lint
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+test-all: .venv/dev lint chromium
+	$(PYTEST) $(ARGS)
+
+lint: .venv/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 ladder: .venv/dev
 	.venv/bin/python tools/measure.py $(ARGS)
@@ -57,4 +64,4 @@ chromium:
 		apt-get update && apt-get install -y --no-install-recommends chromium; \
 	fi
 
-.PHONY: chromium docs docs-figures help ladder readme run test
+.PHONY: chromium docs docs-figures help ladder lint readme run test test-all
