@@ -30,6 +30,7 @@ from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES
 
 DOCS, SITE = ROOT / "docs", ROOT / "docs" / "site"
+LATER = "<div>The diff of two scripts</div>"  # stands for the diff until Zensical, which would parse it, is done
 
 
 @dataclass
@@ -205,6 +206,7 @@ class Site:
             page=page,
             pair_page=pair_page,
             changed_lines=changed_lines,
+            later=LATER,
         )
 
     def part(self, name, **values):
@@ -375,13 +377,13 @@ class Site:
         pages = folder / "pages"
         shutil.copytree(DOCS / "pages", pages)
         rungs = {f"rungs/{Path(rung.file).stem}.md": rung for rung in self.rungs}
+        if missing := [name for name in rungs if not (pages / name).exists()]:
+            raise ValueError(f"docs/pages/{missing[0]} is missing")
         for path in sorted(pages.rglob("*.md")):
             name = path.relative_to(pages).as_posix()
             if name.startswith("rungs/") and name not in rungs:
                 raise ValueError(f"docs/pages/{name} is of no rung in ladder.toml")
             path.write_text(self.jinja.get_template(f"pages/{name}").render(rung=rungs.get(name)), encoding="utf-8")
-        if missing := [name for name in rungs if not (pages / name).exists()]:
-            raise ValueError(f"docs/pages/{missing[0]} is missing")
         (pages / "compare").mkdir()
         for before, after in combinations(self.rungs, 2):
             text = self.part("compare", before=before.file, after=after.file)
@@ -402,13 +404,18 @@ def build(target=SITE):
     """Make the site. Raises ValueError, and leaves the one that was there, if it cannot be made."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        Site().write(folder)
+        site = Site()
+        site.write(folder)
         if not (zensical := shutil.which("zensical", path=Path(sys.executable).parent)):
             raise ValueError("Zensical is not installed: it takes Python 3.11 or later")
         done = subprocess.run([zensical, "build", "--strict"], cwd=folder, capture_output=True, encoding="utf-8")
         if done.returncode or not (folder / "site" / "index.html").exists():
             said = re.sub(r"\x1b\[[\d;]*m", "", done.stderr).partition("Traceback")[0]
             raise ValueError(f"zensical: {said or done.stderr}")
+        for before, after in combinations([rung.file for rung in site.rungs], 2):
+            path = folder / "site" / pair_page(before, after)
+            text = path.read_text(encoding="utf-8").replace(LATER, site.diff(before, after))
+            path.write_text(text, encoding="utf-8")
         search_from_disk(folder / "site")
         (folder / "site" / "404.html").unlink()  # it would look for its style at the top of the server
         (folder / "site" / ".nojekyll").touch()  # GitHub Pages: serve the folder as it is
