@@ -17,7 +17,10 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # as the scripts set them
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # make test runs two tests at once: more threads wait for each other
+os.environ |= {"MAKEFLAGS": "", "ARGS": ""}  # or a make that a test runs takes the ARGS of `make test`
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # make test runs several tests at once: more threads wait for each other
+# Without these glibc gives freed blocks back to the system, and fetching them again takes a third of a step of nano
+os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 import ladder
 import pytest
 import torch
@@ -31,11 +34,15 @@ SCRIPTS = [rung.file for rung in RUNGS.values() if rung.part != "pretrain"]
 BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # elsewhere the scripts use float32
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 FP16 = "branches/fp16_grad_scaler.py"
-NANO, TINY = (f'"nano": GPTConfig(n_layer={n}, n_head={n}, n_embd={32 * n})' for n in (4, 1))
+# Starts processes as forks of one that has imported what takes long and has done nothing else.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["pytest", "tiktoken", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"])
+NANO = '"nano": GPTConfig(n_layer=4, n_head=4, n_embd=128)'
+SMALL = '"nano": GPTConfig(n_layer=2, n_head=2, n_embd=32)'  # for what does not depend on the size
 STEP = re.compile(
     r"step (?P<step>[ \d]{4}) \| loss (?P<loss>\d+\.\d{6}) \| "
     r"(?:lr (?P<lr>\d\.\d{4}e-\d\d) \| )?(?:norm (?P<norm>\d+\.\d{4}|inf|nan) \| )?"
-    r"dt (?P<ms>[ \d]{5}\.\d\d) ms \| (?P<rate>[ \d,]{10}) tok/s"
+    r"dt (?P<ms>[ \d]{5,}\.\d\d) ms \| (?P<rate>[ \d,]{10}) tok/s"
     r"(?: \| (?P<left>\d+\.\d) min left)?(?: \| scale (?P<scale>\d+))?(?P<skipped> \| skipped)?"
 )
 SUMMARY = re.compile(
@@ -84,8 +91,8 @@ def pytest_configure(config):
         config.pluginmanager.register(Progress(config.pluginmanager.get_plugin("terminalreporter")))
 
 
-# The files that take longest. They begin first, so that two workers end together.
-LONGEST = [f"test_{name}.py" for name in "commands scripts measure docs ranks pretrain mistakes".split()]
+# The files that take longest. They begin first, so that all workers end together.
+LONGEST = [f"test_{name}.py" for name in "commands scripts measure docs ranks pretrain numerics mistakes model".split()]
 
 
 def pytest_collection_modifyitems(items):
@@ -94,7 +101,7 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
         if item.get_closest_marker("gpu") and "PYTEST_XDIST_WORKER" in os.environ:
-            item.add_marker(pytest.mark.skip(reason='two tests at once on one GPU: make test ARGS="-n 0 -m gpu"'))
+            item.add_marker(pytest.mark.skip(reason='several tests at once on one GPU: make test ARGS="-n 0 -m gpu"'))
 
 
 def since(rung, end=None, among=SCRIPTS):
@@ -112,7 +119,7 @@ def since(rung, end=None, among=SCRIPTS):
 def versions(*definitions, among=SCRIPTS):
     """Of some scripts, those in which one of these definitions, or a method of one, is not that of the file before.
 
-    What is true of them is true of all: test_ladder.py proves that the others have the same text, byte for byte.
+    What is true of them is true of all: test_ladder.py checks that the others have the same text, byte for byte.
     """
 
     def differs(rung):
@@ -131,7 +138,7 @@ def clips():
 
 
 def load(script):
-    """A script as a module. Its nano is smaller: what is tested in this process does not depend on the size."""
+    """A script as a module. Its nano is that of SMALL."""
     module = ladder.load(script)
     if hasattr(module, "MODELS"):
         module.MODELS["nano"] = module.GPTConfig(n_layer=2, n_head=2, n_embd=32)
@@ -285,15 +292,13 @@ def copy_project(folder):
 def verdict():
     """Run a check of a copy of the project: (pytest's status, its report).
 
-    In a process of its own, forked from one that has imported what takes long and has done nothing else.
+    In a process of its own: see FORKS. Its asserts stay plain: to rewrite them takes longer than most checks do.
     """
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["pytest", "tiktoken", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"])
 
     def verdict(root, *words):
         report = root / "report.xml"
-        words = "-q", "-c", root / "pyproject.toml", f"--junitxml={report}", *words
-        with forks.Pool(1, os.chdir, [root]) as pool:
+        words = "-q", "--assert=plain", "-c", root / "pyproject.toml", f"--junitxml={report}", *words
+        with FORKS.Pool(1, os.chdir, [root]) as pool:
             status = pool.apply(pytest.main, [[str(word) for word in words]])
         return status, report.read_text(encoding="utf-8")
 
@@ -339,19 +344,31 @@ def press_ctrl_c_at(pattern, command, folder, **environment):
     return printed, None if pressed else status
 
 
-@pytest.fixture
-def clone(tmp_path):
-    """The project in a repository of its own, its nano and text tiny, with the packages that `make` has installed."""
+def give_packages(folder):
+    """Give a copy of the project the packages that `make` has installed, so that `make` finds them there."""
     if not (ROOT / ".venv" / "dev").exists():
         pytest.skip("make test has not made .venv")
-    folder = copy_project(tmp_path / "ladder")
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """A copy of the project whose nano is that of SMALL."""
+    folder = copy_project(tmp_path_factory.mktemp("small") / "ladder")
     for script in RUNGS:
         text = (folder / script).read_text(encoding="utf-8")
         assert text.count(NANO) == 1
-        (folder / script).write_text(text.replace(NANO, TINY), encoding="utf-8")
+        (folder / script).write_text(text.replace(NANO, SMALL), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def clone(small, tmp_path):
+    """The small project, a tenth of its text, in a repository of its own, with the packages that `make` installed."""
+    folder = Path(shutil.copytree(small, tmp_path / "ladder"))
     (folder / "input.txt").write_bytes((ROOT / "input.txt").read_bytes()[:100_000])
     commit_all(folder)
-    (folder / ".venv").symlink_to(ROOT / ".venv")
+    give_packages(folder)
     return folder
 
 
@@ -366,7 +383,8 @@ def run(tmp_path_factory, inductor_cache):
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={torchrun}"]
             launcher += [f"--max-restarts={restarts}"]
             command[1:1] = launcher
-        env = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS")}
+        kept = "PATH", "OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
+        env = {name: os.environ[name] for name in kept}
         env |= {"HOME": str(home), "PYTHONPATH": str(ROOT / "tests" / "offline")}
         env |= {"TORCHINDUCTOR_CACHE_DIR": inductor_cache} | environment
         done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=timeout)

@@ -1,15 +1,17 @@
 """Every command in a README, a page, a docstring or `make help` works as it stands.
 
-A long one runs until its second step. One that needs a GPU, the hub or minutes is listed in the file with the reason.
+A long one runs until its second step. One that needs a GPU, the hub or minutes, or that another file here runs, is
+listed in the file with the reason.
 """
 
 import ast
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import EAGER, ROOT, RUNGS, SCRIPTS, press_ctrl_c_at
+from conftest import EAGER, ROOT, RUNGS, SCRIPTS, play, press_ctrl_c_at
 
 PROGRAMS = "make python pip torchrun git source tensorboard ghp-import apt nvidia-smi code cp printf".split()
 
@@ -39,7 +41,7 @@ NOT_RUN = {
         "make test ARGS=tests/test_model.py",
         'make test ARGS="-n 0 -m gpu"',
         "python -m pytest tests/test_model.py -v",
-        "python tests/kills.py 50",  # test_ranks.py runs it with 5
+        "python tests/kills.py 50",  # test_ranks.py runs it with 3
     ],
     "it needs an editor, or a repository elsewhere": [
         "code --diff baseline.py speedup_01_weight_tying.py",
@@ -47,14 +49,21 @@ NOT_RUN = {
         "cd ladder",
         "ghp-import --no-jekyll --push docs/site",
     ],
-    "test_docs.py or test_measure.py runs it, or the same with more options": [
+    "test_docs.py, test_measure.py or test_ranks.py runs it, or the same with more options": [
         "make docs",
         "make ladder",
         "make ladder ARGS=--branches",
         'make ladder ARGS="--repeat 3"',
+        'make ladder ARGS="--repeat 3 --peers --profile"',
         "python tools/docs.py",
         "python tools/measure.py",
         "python tools/render.py [FOLDER]",
+        "torchrun --standalone --nproc_per_node=2 tools/allreduce.py",
+        "torchrun --standalone --nproc_per_node=2 tools/allreduce.py --step-ms 2700",
+        "torchrun --standalone --nproc_per_node=2 tools/allreduce.py --model gpt2 --step-ms 2700",
+    ],
+    "another command is the same with more options": [
+        "torchrun --standalone --nproc_per_node=2 ddp_run.py",
     ],
     "it needs a GPU, or many minutes of a CPU": [
         "nvidia-smi topo -m",
@@ -87,16 +96,14 @@ NOT_RUN = {
 }
 REASONS = {command: reason for reason, commands in NOT_RUN.items() for command in commands}
 
-# What must exist before a command is run: lines of bash.
-TRAINED = "python ddp_run.py --steps 1 --batch-size 1 --seq-len 16 --total-batch-size 16 --checkpoint-dir {0}\n"
-TRAINED += "mkdir {0}/tb; cp {0}/step_*.pt {0}/best.pt"
+# What must exist before a command is run: lines of bash. $TRAINED is a folder of checkpoints.
 PARQUET = 'python -c \'import pandas; pandas.DataFrame({{"text": ["To be"] * 99}}).to_parquet("{}")\''
 FOLDER = "folder=results/pretrain-nano-cpu-amd-epyc-2026-11-22"
 BEFORE = {
-    r"(sample|export_hf)\.py runs/try|tensorboard --logdir runs/try": TRAINED.format("runs/try"),
-    r"(sample|export_hf)\.py runs/gpt2": TRAINED.format("runs/gpt2"),
-    r"(sample|export_hf)\.py checkpoints": TRAINED.format("checkpoints"),
-    r"--init-from my-gpt2": f"{TRAINED.format('runs/try')}; python tools/export_hf.py runs/try my-gpt2",
+    r"(sample|export_hf)\.py runs/try|tensorboard --logdir runs/try": "mkdir runs; cp -r $TRAINED runs/try",
+    r"(sample|export_hf)\.py runs/gpt2": "mkdir runs; cp -r $TRAINED runs/gpt2",
+    r"(sample|export_hf)\.py checkpoints": "cp -r $TRAINED checkpoints",
+    r"--init-from my-gpt2": "python tools/export_hf.py $TRAINED my-gpt2",
     r"corpus/\*\.jsonl": """mkdir corpus; for n in {1..99}; do echo '{"text": "Not to be"}'; done > corpus/a.jsonl""",
     r"books/\*\.txt": "mkdir books; cp input.txt books",
     r"--data shards/books": "python pretrain/fineweb.py --out shards/books input.txt",
@@ -169,13 +176,24 @@ def test_a_command_that_is_not_run_is_still_there():
     assert {Path(where).parts[0] for where in FOUND.values()} >= {"README.md", "CONTRIBUTING.md", "docs", "make help"}
 
 
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """What a run leaves in its folder: a checkpoint, the best one, TensorBoard's folder."""
+    folder = tmp_path_factory.mktemp("trained")
+    sizes = "--steps", 1, "--batch-size", 1, "--seq-len", 16, "--total-batch-size", 16
+    play("ddp_run.py", *sizes, "--checkpoint-dir", folder)
+    shutil.copy(folder / "step_00000001.pt", folder / "best.pt")
+    (folder / "tb").mkdir()
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUN)
-def test_a_command_works_as_it_stands(command, clone):
+def test_a_command_works_as_it_stands(command, clone, trained):
     before = [text for pattern, text in BEFORE.items() if re.search(pattern, command)]
     script = "\n".join(["set -e", "source .venv/bin/activate", *before, command])
     env = {"HOME": str(clone.parent), "PYTHONPATH": str(ROOT / "tests" / "offline"), "CUDA_VISIBLE_DEVICES": ""}
-    env |= EAGER  # test_scripts.py runs them compiled
+    env |= {"TRAINED": str(trained)} | EAGER  # test_scripts.py runs them compiled
     printed, status = press_ctrl_c_at("|".join(LONG), ["bash", "-c", script], clone, **env)
     if status is None:
         start = next(start for start in LONG if re.search(start, printed, re.MULTILINE))

@@ -96,11 +96,11 @@ def test_no_document_is_lost_or_written_twice(shard, files, documents, tokens, t
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all.jsonl", "*.parquet"])
 def test_a_killed_run_goes_on_to_the_same_shards(files, tmp_path, kind):
-    """Killed with SIGKILL four times, at different moments of its work; the same command goes on."""
+    """Killed with SIGKILL twice, early and late in its work; the same command goes on."""
     out = tmp_path / "shards"
     command = [sys.executable, ROOT / "pretrain/fineweb.py", *sorted(files.glob(kind)), "--shard-size", "1000", "--out"]
     subprocess.run([*command, tmp_path / "undisturbed"], check=True, capture_output=True)
-    for count in (1, 9, 40, 90):
+    for count in (1, 60):
         process = subprocess.Popen([*command, out], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and len(list(out.glob("*.bin"))) < count:
             time.sleep(0.001)

@@ -68,22 +68,24 @@ def test_bad_input(script, case, folder, monkeypatch, refused):
     refused(script, *arguments, says=pattern)
 
 
+@pytest.mark.slow
 def test_a_missing_file_in_a_process_of_its_own(run):
     one_line(run("baseline.py", "--data", "nowhere.txt"), "baseline.py", 2, "nowhere.txt")
 
 
-@pytest.mark.parametrize("script", ["baseline.py", pytest.param("ddp_run.py", marks=pytest.mark.slow)])
-def test_out_of_memory_names_b_and_t_and_the_flags(script, tmp_path, run):
-    # a process that may not have more than 6 GiB of addresses, and logits that take 62
+@pytest.mark.slow
+@pytest.mark.parametrize("script, B", [("baseline.py", 300), ("ddp_run.py", 40)])
+def test_out_of_memory_names_b_and_t_and_the_flags(script, B, tmp_path, run):
+    # a process that may not have more than 6 GiB of addresses: attention scores of 5, or logits of 8
     shutil.copy(ROOT / "tests" / "offline" / "sitecustomize.py", tmp_path)
     limit = f"\nimport resource\nresource.setrlimit(resource.RLIMIT_AS, ({6 * 2**30}, {resource.RLIM_INFINITY}))\n"
     with (tmp_path / "sitecustomize.py").open("a") as file:
         file.write(limit)
-    arguments = ["--batch-size", 300, "--seq-len", 1024, "--steps", 1]
+    arguments = ["--batch-size", B, "--seq-len", 1024, "--steps", 1]
     if script == "ddp_run.py":
-        arguments += ["--total-batch-size", 300 * 1024]
+        arguments += ["--total-batch-size", B * 1024]
     done = run(script, *arguments, PYTHONPATH=str(tmp_path), **EAGER)
-    one_line(done, script, 1, "out of memory with B 300 and T 1024: lower --batch-size or --seq-len")
+    one_line(done, script, 1, f"out of memory with B {B} and T 1024: lower --batch-size or --seq-len")
 
 
 @pytest.mark.slow

@@ -127,6 +127,7 @@ def test_samples_are_drawn_with_their_probabilities(small):
     assert (counts - p).abs().max() < 0.09 and (counts > 0).sum() == 3
 
 
+@pytest.mark.slow
 def test_the_samples_of_a_command(run, small, monkeypatch, capsys):
     words = "tools/sample.py", small[2], "--prompt", "O Romeo 漢", "--tokens", 20, "--samples", 3, "--device", "cpu"
 

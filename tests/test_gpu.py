@@ -1,6 +1,6 @@
 """On a CUDA GPU, GPT-2 124M trains with the defaults.
 
-These tests, and those marked `gpu` in other files, skip themselves without a GPU.
+These tests, and those marked `gpu` in other files, skip themselves without a GPU. None has run on one yet.
 """
 
 import json

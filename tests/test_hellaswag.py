@@ -7,7 +7,7 @@ import hellaswag
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, watch
+from conftest import EAGER, ROOT, watch
 from test_corpus import encode, train, uneven
 
 
@@ -153,11 +153,11 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_checkpoint_a_folder_of_them_and_an_export_score_alike(run, trained, questions, tmp_path):
-    """As a user runs it, compiled."""
+    """As a user runs it, the first compiled."""
     assert run("tools/export_hf.py", trained, tmp_path / "model").returncode == 0
     lines = []
-    for model in (trained, trained / "step_00000002.pt", tmp_path / "model"):
-        done = run("pretrain/hellaswag.py", model, "--data", questions, "--batch-tokens", 1024)
+    for model, how in (trained, {}), (trained / "step_00000002.pt", EAGER), (tmp_path / "model", EAGER):
+        done = run("pretrain/hellaswag.py", model, "--data", questions, "--batch-tokens", 1024, **how)
         assert done.returncode == 0 and done.stderr == "", done.stderr
         lines.append(done.stdout.split(" | ", 1)[1])
     assert len(set(lines)) == 1

@@ -20,7 +20,7 @@ import pytest
 import render
 import roof
 import torch
-from conftest import ROOT, copy_project, load, press_ctrl_c_at, since
+from conftest import EAGER, ROOT, copy_project, load, press_ctrl_c_at, since
 from torch.utils.flop_counter import FlopCounterMode
 
 MACHINE = {"device": "cpu", "name": "Made Up(R) 9000", "cpu": "Made Up", "capability": "AVX2", "cores": 2, "threads": 2}
@@ -310,15 +310,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.fixture(scope="module")
-def updates(run, tmp_path_factory):
-    """Run a script and return it with what its optimizer was given at each step. torch.compile is left out."""
+def updates(run, small, tmp_path_factory):
+    """Run a script and return it with what its optimizer was given at each step."""
     folder = tmp_path_factory.mktemp("updates")
     (folder / "updates.py").write_text(UPDATES)
 
-    def call(script, *words):
+    def call(script, *words, **environment):
         arguments = [*words, "--model", "nano", "--batch-size", 2, "--seq-len", 32, "--steps", 14]
-        path = f"{ROOT / 'tests' / 'offline'}{os.pathsep}{ROOT / 'tools'}"
-        done = run("updates.py", ROOT / script, *arguments, folder=folder, PYTHONPATH=path, TORCHDYNAMO_DISABLE="1")
+        path = f"{ROOT / 'tests' / 'offline'}{os.pathsep}{small / 'tools'}"
+        done = run("updates.py", small / script, *arguments, folder=folder, PYTHONPATH=path, **environment)
         assert done.returncode == 0, done.stderr
         done.updates = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
         assert len(done.updates) == len(done.losses) == 14
@@ -329,20 +329,20 @@ def updates(run, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rung_10(updates):
-    return updates("speedup_10_fused_adamw.py")
+    return updates("speedup_10_fused_adamw.py", **EAGER)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
-    done = updates("tools/peers.py", peer)
+    done = updates("tools/peers.py", peer, **EAGER if peer == "trainer" else {})  # one that is compiled will do
     assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # 47 rows of padding, bf16
-    assert rung_10.losses[-1] < rung_10.losses[0] - 0.3
+    assert rung_10.losses[-1] < rung_10.losses[0] - 0.05
     for (theirs, their_norm), (ours, our_norm) in zip(done.updates, rung_10.updates, strict=True):
-        ours[1][-1] -= 47 * 128  # the padding, in the group that decays
+        ours[1][-1] -= 47 * 32  # the padding, in the group that decays
         assert theirs[0] == pytest.approx(ours[0]) and theirs[1] == pytest.approx(ours[1])
         assert their_norm == pytest.approx(our_norm, rel=1e-2) == pytest.approx(1, rel=1e-2)  # clipped
-        ours[1][-1] += 47 * 128
+        ours[1][-1] += 47 * 32
 
 
 # ---- a measurement of made-up scripts
@@ -445,18 +445,22 @@ def test_the_passes_are_interleaved_and_all_is_written(made_up):
     assert made_up.result()[1] == data
 
 
-@pytest.mark.parametrize("broken, status", [("a", 2), ("b", 1), ("b", 2), ("c", -9)])
-def test_a_script_that_fails_is_a_row_and_is_tried_again(made_up, broken, status):
-    (made_up.folder / f"{broken}.py.broken").write_text(str(status))
+@pytest.mark.parametrize("broken", [{"a": 2}, {"b": 1, "c": -9}])
+def test_a_script_that_fails_is_a_row_and_is_tried_again(made_up, broken):
+    for name, status in broken.items():
+        (made_up.folder / f"{name}.py.broken").write_text(str(status))
     done = made_up.call("--repeat", 2, "--profile")
     assert (done.returncode, done.stderr) == (0, "") and made_up.order() == list("abccba" + "abc")
-    said = f"{broken}.py: error: out of memory with B 4 and T 128" if status > 0 else "killed by SIGKILL"
-    assert f"pass 1/2  {broken}.py: {said}" in done.stdout
+    for name, status in broken.items():
+        said = f"{name}.py: error: out of memory with B 4 and T 128" if status > 0 else "killed by SIGKILL"
+        assert f"pass 1/2  {name}.py: {said}" in done.stdout
     _, data = made_up.result()
-    assert [row["name"] for row in data["rows"] if row["error"]] == [f"{broken}.py"] and data["finished"]
-    (made_up.folder / f"{broken}.py.broken").unlink()
+    assert [row["name"][0] for row in data["rows"] if row["error"]] == list(broken) and data["finished"]
+    for name in broken:
+        (made_up.folder / f"{name}.py.broken").unlink()
     done = made_up.call("--repeat", 2, "--profile")
-    assert done.returncode == 0 and made_up.order() == [broken] * 3
+    again = list(broken)
+    assert done.returncode == 0 and made_up.order() == again + again[::-1] + again
     assert "measured already: what failed is tried again" in done.stdout
     assert [row["error"] or row["profile"]["error"] for row in made_up.result()[1]["rows"]] == [None] * 3
 
@@ -468,7 +472,9 @@ def test_all_failing_is_a_failure_after_one_pass(made_up):
     assert made_up.order() == list("abc")
 
 
-@pytest.mark.parametrize("sent, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "sent, status", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(made_up, sent, status):
     (made_up.folder / "b.py.slow").touch()
     words = [sys.executable, "tools/measure.py", "--model", "nano", "--steps", "4"]
@@ -667,34 +673,41 @@ def test_committed_results_are_valid_and_add_up(path):
 
 @pytest.mark.slow
 def test_make_ladder_measures_every_row(clone):
-    """With all that a CPU can do, on the real scripts: ended by Ctrl-C in the middle, and then continued."""
-    for script in since(5):  # test_scripts.py compiles them; here only the peer is compiled
-        text = (clone / script).read_text(encoding="utf-8")
+    """With all that a CPU can do, on the real scripts, uncompiled: ended by Ctrl-C halfway, and then continued.
+
+    Rungs 01, 02 and 04 to 09 are left out, which a measurement treats as it does the others.
+    """
+    ladder, left_out = clone / "ladder.toml", r'\[\[rung\]\]\nfile = "speedup_0[124-9].*?(?=\[\[rung\]\])'
+    ladder.write_text(re.sub(left_out, "", ladder.read_text(encoding="utf-8"), flags=re.DOTALL), encoding="utf-8")
+    for script in (*since(5), "tools/peers.py"):  # a measurement drops TORCH_COMPILE_DISABLE, which would change it
+        text = (clone / script).read_text(encoding="utf-8").replace("torch_compile=True", "torch_compile=False")
         (clone / script).write_text(text.replace("model.compile(", "dict("), encoding="utf-8")
     flags = "--model nano --device cpu --batch-size 1 --seq-len 16 --steps 2 --peers --branches --profile"
     command = ["make", "ladder", f"ARGS={flags}"]
-    printed, _ = press_ctrl_c_at("pass 1/1  speedup_04_residual_init.py: ", command, clone)
+    printed, _ = press_ctrl_c_at("pass 1/1  baseline.py: ", command, clone)
     assert "\nnot finished: run the same command again to continue\n" in printed
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert "pass 1/1  baseline.py" not in done.stdout and "pass 1/1  speedup_05_compile.py: " in done.stdout
+    assert "pass 1/1  baseline.py" not in done.stdout and "pass 1/1  speedup_03_bf16.py: " in done.stdout
     (path,) = [path for path in clone.glob("results/*/ladder.json") if not (ROOT / path.relative_to(clone)).exists()]
     data = render.read(path)
-    assert [row["name"] for row in data["rows"]] == [row.name for row in measure.rows(peers=True, branches=True)]
+    rows = [row.name for row in measure.rows(peers=True, branches=True)]
+    assert [row["name"] for row in data["rows"]] == [name for name in rows if not re.match("speedup_0[124-9]", name)]
     for row in data["rows"]:
         assert row["error"] is None and len(row["runs"]) == 1 and len(row["runs"][0]["times_ms"]) == 2, row["name"]
         ceiling = data["roof"]["ceilings_tflops"].get(row["precision"])  # a CPU may have none for fp16
         assert 0 < row["roof_share"] < 1 if ceiling else row["precision"] == "fp16", row["name"]
         under_torchrun = row["name"] == "ddp_run.py under torchrun"
         assert under_torchrun or list(row["profile"]["groups_ms"]) == list(render.GROUPS), row["name"]
-    rest = 1024 * 32 + 12 * 32**2 + 13 * 32 + 2 * 32
+    rest = 1024 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
     assert [row["parameters"] for row in data["rows"][:2]] == [2 * 50257 * 32 + rest, 50257 * 32 + rest]
-    assert data["roof"]["flops_per_token"] == 6 * (12 * 32**2 + 50257 * 32) + 12 * 32 * 16
+    assert data["roof"]["flops_per_token"] == 6 * (2 * 12 * 32**2 + 50257 * 32) + 2 * 12 * 32 * 16
     assert data["rows"][0]["roof_share"] and data["finished"] and data["machine"]["torch"] == torch.__version__
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=clone, capture_output=True, text=True).stdout.strip()
     assert data["commit"].startswith(head)
 
 
+@pytest.mark.slow
 def test_a_model_that_no_script_knows_is_refused_before_anything_is_measured(tmp_path):
     words = [sys.executable, "tools/measure.py", "--model", "gpt5", "--device", "cpu", "--out", tmp_path / "out"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
@@ -707,14 +720,14 @@ def test_a_model_that_no_script_knows_is_refused_before_anything_is_measured(tmp
 @pytest.mark.slow
 def test_the_measured_speed_agrees_with_an_outside_clock():
     """The lines come as far apart as the steps say they took. The machine is shared: one try of three must agree."""
-    command = [sys.executable, ROOT / "speedup_04_residual_init.py", "--steps", "30"]
+    command = [sys.executable, ROOT / "speedup_04_residual_init.py", "--steps", "20"]
     for _ in range(3):
         printed, came = "", []
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             for line in child.stdout:
                 printed += line
                 came += [time.perf_counter()] * line.startswith("step ")
-        inside, outside = sum(measure.parse(printed, steps=30)["times_ms"][10:]) / 1000, came[-1] - came[9]
+        inside, outside = sum(measure.parse(printed, steps=20)["times_ms"][5:]) / 1000, came[-1] - came[4]
         if inside == pytest.approx(outside, rel=0.05):
             return
     pytest.fail(f"the steps say that they took {inside:.2f} s, and their lines came within {outside:.2f} s")

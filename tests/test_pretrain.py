@@ -74,11 +74,11 @@ def records(path):
 
 
 @pytest.fixture(scope="session")
-def undisturbed(run, arguments, tmp_path_factory):
+def undisturbed(run, small, arguments, tmp_path_factory):
     """A whole run: its process, its folder of checkpoints, with a log and TensorBoard's files in it."""
     folder = tmp_path_factory.mktemp("undisturbed")
     paths = ["--checkpoint-dir", folder / "ck", "--log-file", folder / "log.jsonl", "--tensorboard", folder / "tb"]
-    done = run(TRAIN, *arguments, *paths, **EAGER)
+    done = run(TRAIN, *arguments, *paths, folder=small, **EAGER)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done, folder
@@ -92,7 +92,7 @@ def test_what_a_run_prints_and_logs(undisturbed, text):
     assert [row["step"] for row in evaluated] == [0, 3, 6, 8]
     assert [row["step"] for row in log if "loss" in row] == list(range(8))
     assert evaluated[0]["val_loss"] == pytest.approx(math.log(50304), abs=0.25)
-    assert evaluated[-1]["val_loss"] < evaluated[0]["val_loss"] - 0.5
+    assert evaluated[-1]["val_loss"] < evaluated[0]["val_loss"] - 0.05
     lines = done.stdout.splitlines()
     tokens = len(encode(text.read_text(encoding="utf-8")))
     assert f"loaded {tokens * 9 // 10} tokens, and {math.ceil(tokens / 10)} for validation" in lines
@@ -175,15 +175,15 @@ def test_tensorboard_has_what_the_log_has(undisturbed):
 
 @pytest.mark.slow
 def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_one(
-    run, undisturbed, arguments, tmp_path
+    run, small, undisturbed, arguments, tmp_path
 ):
     done, whole = undisturbed
     out = tmp_path / "out.txt"
     paths = ["--checkpoint-dir", tmp_path / "ck", "--log-file", tmp_path / "log.jsonl"]
     paths += ["--tensorboard", tmp_path / "tb"]
-    command = [sys.executable, ROOT / TRAIN, *arguments, *paths, "--resume"]
+    command = [sys.executable, small / TRAIN, *arguments, *paths, "--resume"]
     env = os.environ | EAGER
-    for wait_for, more in ("step    2 |", 0.3), ("step    4 |", 0), ("step    5 |", 0.1):  # before 3 and 6 it evaluates
+    for wait_for, more in ("step    2 |", 0.3), ("step    4 |", 0):  # before step 3 it evaluates
         with out.open("w") as file:
             process = subprocess.Popen([str(word) for word in command], stdout=file, stderr=subprocess.STDOUT, env=env)
             patience = time.monotonic() + 400
@@ -193,7 +193,7 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
             time.sleep(more)
             process.kill()
             assert process.wait() == -signal.SIGKILL, out.read_text(encoding="utf-8")
-    last = run(TRAIN, *arguments, *paths, "--resume", **EAGER)
+    last = run(TRAIN, *arguments, *paths, "--resume", folder=small, **EAGER)
     assert last.returncode == 0, last.stderr
     assert records(tmp_path / "log.jsonl") == records(whole / "log.jsonl")  # losses, scores and samples
     assert scalars(tmp_path / "tb") == scalars(whole / "tb")
@@ -205,9 +205,9 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
 
 
 @pytest.mark.slow
-def test_two_ranks_find_what_one_finds(run, undisturbed, arguments):
+def test_two_ranks_find_what_one_finds(run, small, undisturbed, arguments):
     """The same weights at step 0: the same loss, HellaSwag score and samples, from half the work each."""
-    done = run(TRAIN, *arguments, "--steps", 1, "--model", "nano", torchrun=2, **EAGER)
+    done = run(TRAIN, *arguments, "--steps", 1, torchrun=2, folder=small, **EAGER)
     assert done.returncode == 0, done.stderr
     one, two = (
         re.findall(r"(?m)^step +(\d+) \| val loss (\S+) \| HellaSwag (\S+) .*\n((?: {4}.*\n){4})", text)
@@ -220,29 +220,37 @@ def test_two_ranks_find_what_one_finds(run, undisturbed, arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
-def test_everything_stays_compiled(run, arguments, tmp_path, ranks):
-    """A graph each for training, validation, HellaSwag and samples, however often it is evaluated; also under DDP."""
+def test_everything_stays_compiled(run, small, arguments, tmp_path, ranks):
+    """A graph each for training, validation, HellaSwag and samples, however often it is evaluated; also under DDP.
+
+    Each is for one shape. What would make machine code of it is left out.
+    """
     (tmp_path / "count.py").write_text(
-        "import json, os, pathlib, sys\n"
-        f"sys.path.insert(0, {str(ROOT / 'pretrain')!r})\n"
-        "import train\n"
+        "import functools, json, os, pathlib, sys, torch\n"
         "from torch._dynamo.utils import counters\n"
-        "evaluate, seen = train.evaluate, []\n"
+        "graphs, seen = [], []\n"
+        "def compiler(graph, inputs):\n"
+        "    graphs.append(any(isinstance(size, torch.SymInt) for size in inputs))\n"
+        "    return graph\n"
+        "torch.compile = functools.partial(torch.compile, backend=compiler)\n"
+        f"sys.path.insert(0, {str(small / 'pretrain')!r})\n"
+        "import train\n"
+        "evaluate = train.evaluate\n"
         "def counting(*args):\n"
         "    found = evaluate(*args)\n"
-        "    seen.append(counters['stats']['unique_graphs'])\n"
+        "    seen.append(len(graphs))\n"
         "    return found\n"
         "train.evaluate = counting\n"
         "train.main()\n"
         f"path = pathlib.Path({str(tmp_path)!r}, os.environ.get('RANK', '0'))\n"
-        "path.write_text(json.dumps([seen, dict(counters['graph_break'])]))\n"
+        "path.write_text(json.dumps([seen, any(graphs), dict(counters['graph_break'])]))\n"
     )
     done = run("count.py", *arguments, "--eval-every", 1, "--steps", 3, folder=tmp_path, torchrun=ranks)
     assert done.returncode == 0, done.stderr
     for rank in range(ranks or 1):
-        graphs, breaks = json.loads((tmp_path / str(rank)).read_text())
+        graphs, dynamic, breaks = json.loads((tmp_path / str(rank)).read_text())
         assert graphs[0] == 3 and len(graphs) == 4  # before the first step: all but training's
-        assert graphs[1] == graphs[2] == graphs[3] > 3 and breaks == {}
+        assert graphs[1] == graphs[2] == graphs[3] > 3 and not dynamic and breaks == {}
         assert graphs[1] == 4 or ranks  # DDP cuts training's where its buckets end
 
 
@@ -298,6 +306,7 @@ def test_what_is_wrong_with_a_run_is_one_line(case, tmp_path, monkeypatch, refus
     refused(TRAIN, *arguments, *data, *more, says=pattern)
 
 
+@pytest.mark.slow
 def test_pretrain_starts_in_a_folder_of_its_own(run, tmp_path):
     """Its three files and the tokenizer are all that it takes to get as far as its data."""
     for name in ("train.py", "fineweb.py", "hellaswag.py"):

@@ -1,10 +1,11 @@
 """Several processes compute what one computes, and end together if one of them is lost.
 
 1, 2 and 4 ranks, every split of a batch, DDP and FSDP2: gradients within 1e-5 of one process. A run that is killed
-with SIGKILL five times ends with the losses and weights of one that is not (`python tests/kills.py 50` kills it fifty
+with SIGKILL three times ends with the losses and weights of one that is not (`python tests/kills.py 50` kills it fifty
 times).
 """
 
+import functools
 import os
 import re
 import shutil
@@ -18,7 +19,9 @@ import allreduce
 import psutil
 import pytest
 import torch
-from conftest import ROOT, STEP, since, watch
+import torch.distributed as dist
+from conftest import ROOT, STEP, play, since, watch
+from torch import nn
 
 PLAIN = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}  # what is tested here does not depend on it
 SIZES = ["--model", "nano", "--seq-len", "32", "--batch-size", "2", "--total-batch-size", "256"]
@@ -49,19 +52,48 @@ def curve(done):
     return [(step["step"], step["loss"], step["norm"]) for step in done.steps]
 
 
-@pytest.fixture(scope="module")
-def gradients(run, tmp_path_factory):
-    """{batch size: (the printed steps, the gradients of each)} of a script on so many ranks, device cpu or cuda."""
-    made = {}
+def train_two_steps(rank, ranks, port, out, script, device, sizes):
+    """One rank of a script, in a process of its own: in float32 and uncompiled, at one batch size after the other.
 
+    Rank 0 writes {batch size: (what main() printed, the gradients of each step before clipping)} to `out`.
+    """
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    clip, begin, store = nn.utils.clip_grad_norm_, dist.init_process_group, next(dist.rendezvous("env://"))[0]
+    grads, found = [], {}
+
+    def look(parameters, limit):
+        parameters = list(parameters)
+        whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parameters]  # FSDP: slices
+        grads.append([grad.detach().cpu().clone() for grad in whole])
+        return clip(parameters, limit)
+
+    def meet(backend):
+        """The ranks of one run could find addresses of the run before, under the same names."""
+        begin(backend, store=dist.PrefixStore(f"run {len(found)}", store), rank=rank, world_size=ranks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", meet)
+        patch.setattr(nn.utils, "clip_grad_norm_", look)
+        patch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # no TF32
+        for size in sizes:
+            words = "--model", "nano", "--steps", 2, "--seq-len", 32, "--batch-size", size, "--total-batch-size", 256
+            found[size] = play(script, *words, device=device, autocast=False), grads[:]
+            grads.clear()
+    if rank == 0:
+        torch.save(found, out)
+
+
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory):
+    """{batch size: (the printed steps, the gradients of each)} of a script on so many ranks, device cpu or cuda."""
+
+    @functools.cache
     def at(ranks, *sizes, script="ddp_run.py", device="cpu"):
-        if (ranks, sizes, script, device) not in made:
-            out = tmp_path_factory.mktemp("gradients") / "out.pt"
-            words = "tests/gradients.py", out, device, script, *sizes
-            done = run(*words, torchrun=ranks, timeout=120, OMP_NUM_THREADS="1")
-            assert done.returncode == 0, done.stderr
-            made[ranks, sizes, script, device] = torch.load(out)
-        return made[ranks, sizes, script, device]
+        out = tmp_path_factory.mktemp("gradients") / "out.pt"
+        words = ranks, free_port(), out, script, device, sizes
+        torch.multiprocessing.start_processes(train_two_steps, words, nprocs=ranks, start_method="forkserver")
+        return torch.load(out)
 
     return at
 
@@ -100,40 +132,40 @@ def test_one_rank_of_nccl_has_the_gradients_of_gloo(gradients, script):
 
 
 @pytest.fixture(scope="module")
-def calm(run):
+def calm(run, small):
     """Eight steps of two ranks that nothing happens to."""
-    done = run("ddp_run.py", *SIZES, "--steps", 8, torchrun=2, **PLAIN)
+    done = run("ddp_run.py", *SIZES, "--steps", 8, torchrun=2, folder=small, **PLAIN)
     assert len(done.losses) == 8
     return curve(done)
 
 
 @pytest.mark.slow
-def test_slices_train_as_the_whole_does_and_either_goes_on_from_the_other(run, calm, tmp_path):
+def test_slices_train_as_the_whole_does_and_either_goes_on_from_the_other(run, small, calm, tmp_path):
     """In bf16, if the CPU has it, on two ranks; the first of these runs is compiled."""
     words = *SIZES, "--steps", 8, "--save-every", 6, "--checkpoint-dir"
     expected = [float(loss) for _, loss, _ in calm]
-    slices = run("branches/fsdp_run.py", *words, tmp_path / "slices", torchrun=2, OMP_NUM_THREADS="1")
+    slices = run("branches/fsdp_run.py", *words, tmp_path / "slices", torchrun=2, folder=small)
     assert slices.returncode == 0, slices.stderr
     assert slices.losses == pytest.approx(expected, abs=2e-4)
     (tmp_path / "slices" / "step_00000008.pt").unlink()
-    whole = watch("ddp_run.py", *words, tmp_path / "slices", "--resume", full=True)
+    whole = watch("ddp_run.py", *words, tmp_path / "slices", "--resume")
     assert [float(step.printed["loss"]) for step in whole] == pytest.approx(expected[6:], abs=2e-4)
 
-    watch("ddp_run.py", *words, tmp_path / "whole", full=True)
+    watch("ddp_run.py", *words, tmp_path / "whole")
     (tmp_path / "whole" / "step_00000008.pt").unlink()
     words = *words, tmp_path / "whole", "--resume"
-    slices = run("branches/fsdp_run.py", *words, torchrun=2, **PLAIN)
+    slices = run("branches/fsdp_run.py", *words, torchrun=2, folder=small, **PLAIN)
     assert slices.returncode == 0, slices.stderr
     assert slices.losses == pytest.approx(expected[6:], abs=2e-4)
 
 
 @pytest.fixture
-def faulty(tmp_path, run):
+def faulty(tmp_path, run, small):
     """Run ddp_run.py on two ranks of which the second fails."""
 
     def with_fault(fault, *args, restarts=0):
         path = tmp_path / "faulty.py"
-        path.write_text(FAULTY.format(fault=fault, script=str(ROOT / "ddp_run.py")))
+        path.write_text(FAULTY.format(fault=fault, script=str(small / "ddp_run.py")))
         # or a rank that is started anew finds where the one before it could be met (pytorch/pytorch#135712)
         environment = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return run(path, *SIZES, *args, torchrun=2, restarts=restarts, timeout=120, **environment)
@@ -201,15 +233,15 @@ def test_a_port_in_use_is_one_line(refused, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ranks_with_different_folders_are_refused(run, tmp_path):
+def test_ranks_with_different_folders_are_refused(run, small, tmp_path):
     """Two machines without a common disk: rank 0 finds a checkpoint, rank 1 none."""
-    watch("ddp_run.py", *SIZES, "--steps", 2, "--checkpoint-dir", tmp_path / "0" / "saved", full=True)
+    watch("ddp_run.py", *SIZES, "--steps", 2, "--checkpoint-dir", tmp_path / "0" / "saved")
     (tmp_path / "1").mkdir()
     script = tmp_path / "apart.py"
     script.write_text(
         "import os, runpy, sys\n"
         f"os.chdir(os.path.join({str(tmp_path)!r}, os.environ['RANK']))\n"
-        f"sys.argv[0] = {str(ROOT / 'ddp_run.py')!r}\n"
+        f"sys.argv[0] = {str(small / 'ddp_run.py')!r}\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     arguments = *SIZES, "--steps", 4, "--checkpoint-dir", "saved", "--resume"
@@ -218,22 +250,25 @@ def test_ranks_with_different_folders_are_refused(run, tmp_path):
     assert "the ranks do not see the same saved: they would go on from steps [2, 0]" in done.stderr
 
 
-def agents(tmp_path, *args, port):
-    """Two machines: a torchrun each, which meet on a port, with a rank each."""
-    environment = os.environ | PLAIN
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d"]
-    command += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=7", "--local-addr=127.0.0.1", str(ROOT / "ddp_run.py")]
-    command += [*SIZES, "--checkpoint-dir", str(tmp_path / "saved"), "--save-every", "1000", "--resume"]
-    command += map(str, args)
-    return [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(2)
-    ]
+@pytest.fixture
+def agents(small, tmp_path):
+    """Start two machines: a torchrun each, which meet on a port, with a rank each."""
+
+    def start(*args):
+        port = free_port()
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv-id=7"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
+        command += [small / "ddp_run.py", *SIZES, "--checkpoint-dir", tmp_path / "saved", "--save-every", 1000]
+        command = [str(word) for word in (*command, "--resume", *args)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return [subprocess.Popen(command, env=os.environ | PLAIN, **pipes) for _ in range(2)]
+
+    return start
 
 
 @pytest.mark.slow
-def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path):
-    both = agents(tmp_path, "--steps", 8, port=free_port())
+def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, agents, tmp_path):
+    both = agents("--steps", 8)
     texts = [agent.communicate(timeout=200)[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], texts
     steps = [(m["step"], m["loss"], m["norm"]) for m in STEP.finditer("".join(texts))]
@@ -241,7 +276,7 @@ def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path):
 
     shutil.rmtree(tmp_path / "saved")
     words = "--steps", 10000, "--log-file", tmp_path / "log.jsonl"
-    both = agents(tmp_path, *words, port=free_port())
+    both = agents(*words)
     patience = time.monotonic() + 300
     while not (tmp_path / "log.jsonl").exists() or (tmp_path / "log.jsonl").read_text().count("\n") < 3:
         assert time.monotonic() < patience
@@ -253,7 +288,7 @@ def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, tmp_path):
     stopped = int(path.stem[5:])
     assert 3 <= stopped < 10000
 
-    both = agents(tmp_path, "--steps", stopped + 1, port=free_port())
+    both = agents("--steps", stopped + 1)
     texts = [agent.communicate(timeout=200)[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], texts
     assert [int(m["step"]) for m in STEP.finditer("".join(texts))] == [stopped]
@@ -309,12 +344,12 @@ def test_the_all_reduce_is_measured(run):
 
 
 @pytest.mark.slow
-def test_five_kills(run):
-    """python tests/kills.py 50 does ten times as many."""
-    done = run("tests/kills.py", 5, "--seed", 1, timeout=900, **PLAIN)
+def test_three_kills(run, small):
+    """python tests/kills.py 50 does many more."""
+    done = run("tests/kills.py", 3, "--seed", 1, timeout=900, folder=small, **PLAIN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
-        r"^5 kills, [1-5] of them in a save: 40 losses and all weights as if undisturbed$", done.stdout, re.M
+        r"^3 kills, [1-3] of them in a save: 24 losses and all weights as if undisturbed$", done.stdout, re.M
     )
 
 
