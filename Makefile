@@ -1,5 +1,6 @@
 PYTHON ?= python3
-PYTEST = .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three at a time, for two cores: one of them is often waiting.
+PYTEST = .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 help:
 	@echo 'make run       train with speedup_10_fused_adamw.py; ARGS="--steps 200" passes options on'
