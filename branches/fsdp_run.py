@@ -397,9 +397,9 @@ def main():
             median = float(np.median(list(times.values())[first:]))
             print(f"median of steps {list(times)[first]}-{list(times)[-1]}: {1000 * median:.2f} ms", end=", ")
             print(f"{total / median:,.0f} tok/s, peak memory {peak_memory(device) / 2**30:.2f} GiB")
-    if ddp:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    if dist.is_initialized():  # main() has freed the model, which could deadlock as the last to hold Gloo's group
+        dist.destroy_process_group()

@@ -299,7 +299,7 @@ def verdict():
         report = root / "report.xml"
         words = "-q", "--assert=plain", "-c", root / "pyproject.toml", f"--junitxml={report}", *words
         with FORKS.Pool(1, os.chdir, [root]) as pool:
-            status = pool.apply(pytest.main, [[str(word) for word in words]])
+            status = pool.apply_async(pytest.main, [[str(word) for word in words]]).get(timeout=300)
         return status, report.read_text(encoding="utf-8")
 
     return verdict

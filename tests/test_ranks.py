@@ -80,6 +80,7 @@ def train_two_steps(rank, ranks, port, out, script, device, sizes):
             words = "--model", "nano", "--steps", 2, "--seq-len", 32, "--batch-size", size, "--total-batch-size", 256
             found[size] = play(script, *words, device=device, autocast=False), grads[:]
             grads.clear()
+            dist.destroy_process_group()
     if rank == 0:
         torch.save(found, out)
 
@@ -92,7 +93,10 @@ def gradients(tmp_path_factory):
     def at(ranks, *sizes, script="ddp_run.py", device="cpu"):
         out = tmp_path_factory.mktemp("gradients") / "out.pt"
         words = ranks, free_port(), out, script, device, sizes
-        torch.multiprocessing.start_processes(train_two_steps, words, nprocs=ranks, start_method="forkserver")
+        start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver", daemon=True)
+        processes, patience = start(train_two_steps, words, nprocs=ranks, join=False), time.monotonic() + 300
+        while not processes.join(timeout=1):
+            assert time.monotonic() < patience
         return torch.load(out)
 
     return at
