@@ -222,5 +222,6 @@ def test_gradients_travel_once_per_step_in_the_last_backward_pass(monkeypatch):
         port = str(free.getsockname()[1])
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     train("ddp_run.py", 3, total=4 * 2 * 16, **ranks)
+    torch.distributed.destroy_process_group()
     assert re.fullmatch("((forward ){4}(send )+){3}", "".join(seen)), seen
     assert sum(sent) == 3 * sum(p.numel() for p in nano("ddp_run.py").parameters())  # each gradient once per step
