@@ -2,8 +2,8 @@
 
 import ast
 import contextlib
+import functools
 import io
-import multiprocessing
 import os
 import re
 import shutil
@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # as the scripts set them
@@ -27,16 +28,15 @@ import torch
 from ladder import PLAIN_GIT, ROOT, read_ladder
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 RUNGS = {rung.file: rung for rung in read_ladder()}
-# pretrain/train.py reads other data, and has tests of its own: test_pretrain.py
+# pretrain/train.py reads other data and evaluates: most of its tests are in test_pretrain.py
 SCRIPTS = [rung.file for rung in RUNGS.values() if rung.part != "pretrain"]
+TRAIN = "pretrain/train.py"
 BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # elsewhere the scripts use float32
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 FP16 = "branches/fp16_grad_scaler.py"
-# Starts processes as forks of one that has imported what takes long and has done nothing else.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["pytest", "tiktoken", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"])
 NANO = '"nano": GPTConfig(n_layer=4, n_head=4, n_embd=128)'
 SMALL = '"nano": GPTConfig(n_layer=2, n_head=2, n_embd=32)'  # for what does not depend on the size
 STEP = re.compile(
@@ -224,7 +224,7 @@ def watch(script, *args, compiled=False, **options):
         loss = nn.Module.__call__(model, *inputs)
         if not compiled:
             hook.remove()
-        steps[-1].losses.append(loss.item())
+        steps[-1].losses.append(loss.detach().clone())
         return loss
 
     def before(optimizer, *_):
@@ -248,8 +248,58 @@ def watch(script, *args, compiled=False, **options):
             hook.remove()
     steps.pop()  # the one that did not come
     for step, line in zip(steps, STEP.finditer(printed), strict=True):
-        step.printed = line.groupdict()
+        step.losses, step.printed = [loss.item() for loss in step.losses], line.groupdict()
     return steps
+
+
+class OnTheCpu(TorchFunctionMode):
+    """What is sent to a GPU stays on the CPU. `events` gets what Python would have to wait for, and what it queues."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.events, self.pinned = events, []
+
+    def __torch_function__(self, call, types, args=(), kwargs=None):
+        def here(value):
+            return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
+
+        name, gpu = getattr(call, "__name__", ""), any(here(value) is not value for value in args)
+        if name == "pin_memory":
+            self.pinned.append(args[0])
+            return args[0]
+        if name == "to" and gpu:
+            queued = kwargs and kwargs.get("non_blocking") and any(tensor is args[0] for tensor in self.pinned)
+            self.events.append("queued copy" if queued else "copy")
+        if name in ("item", "tolist", "cpu", "numpy"):
+            self.events.append("wait")
+        return call(*map(here, args), **{key: here(value) for key, value in (kwargs or {}).items()})
+
+
+@contextlib.contextmanager
+def made_up_gpu(events=None, capability=(9, 0), bf16="native", count=1):
+    """In this context torch finds GPUs (bf16: native, emulated or none), which compute on the CPU.
+
+    `events` gets their synchronisations, and the copies and reads of an OnTheCpu.
+    """
+    events, autocast = [] if events is None else events, torch.autocast
+    with pytest.MonkeyPatch.context() as patch, OnTheCpu(events):
+        for owner, name, value in (
+            (torch.accelerator, "is_available", True),
+            (torch.accelerator, "current_accelerator", torch.device("cuda")),
+            (torch.accelerator, "device_count", count),
+            (torch.accelerator, "current_stream", SimpleNamespace(is_capturing=lambda: False)),
+            (torch.cuda, "get_device_capability", capability),
+            (torch.cuda, "get_device_name", "Made Up GPU"),
+            (torch.cuda, "max_memory_allocated", 3 * 2**30),
+        ):
+            patch.setattr(owner, name, lambda *args, value=value, **options: value)
+        supports = {"native": True, "none": False}
+        patch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supports.get(bf16, including_emulation))
+        patch.setattr(torch.cuda, "set_device", lambda device: events.append(f"set_device {device}"))
+        patch.setattr(torch.accelerator, "synchronize", lambda *device: events.append("synchronize"))
+        patch.setattr(torch, "autocast", lambda device, **options: autocast("cpu", **options))
+        patch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, enabled=False))
+        yield events
 
 
 @pytest.fixture
@@ -288,19 +338,55 @@ def copy_project(folder):
     return Path(shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*made)))
 
 
-@pytest.fixture(scope="session")
-def verdict():
-    """Run a check of a copy of the project: (pytest's status, its report).
+class Seen:
+    """What came of tests: the names of those that passed, and of each failure (setup or call, the exception)."""
 
-    In a process of its own: see FORKS. Its asserts stay plain: to rewrite them takes longer than most checks do.
+    def __init__(self):
+        self.passed, self.failed = [], []
+
+    def pytest_runtest_makereport(self, item, call):
+        if call.excinfo is None:
+            self.passed += [item.nodeid] * (call.when == "call")
+        else:
+            self.failed.append((call.when, call.excinfo.value))
+
+
+@pytest.fixture
+def verdict(monkeypatch, tmp_path):
+    """Run tests of a copy of the project, in this process, and return (pytest's status, what was Seen).
+
+    The copy's modules are imported anew; torch and all that is installed are not.
     """
 
+    def modules_of(root):
+        files = {name: Path(getattr(module, "__file__", None) or "/") for name, module in sys.modules.items()}
+        inside = [name for name, file in files.items() if file.is_relative_to(root) and ".venv" not in file.parts]
+        return {name: sys.modules[name] for name in inside}
+
     def verdict(root, *words):
-        report = root / "report.xml"
-        words = "-q", "--assert=plain", "-c", root / "pyproject.toml", f"--junitxml={report}", *words
-        with FORKS.Pool(1, os.chdir, [root]) as pool:
-            status = pool.apply_async(pytest.main, [[str(word) for word in words]]).get(timeout=300)
-        return status, report.read_text(encoding="utf-8")
+        seen, ours, path = Seen(), modules_of(ROOT), list(sys.path)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        for name in ours:
+            del sys.modules[name]
+        # To rewrite asserts takes longer than most tests do, and so does the garbage that the others wait for
+        plugins = "unraisableexception", "threadexception", "faulthandler", "cacheprovider", "xdist"
+        words = *words, "-qx", "--assert=plain", f"--basetemp={tmp_path / 'tmp'}", "-c", root / "pyproject.toml"
+        words += tuple(f"-pno:{name}" for name in plugins)
+        with monkeypatch.context() as patch:
+            patch.chdir(root)
+            patch.setattr(sys, "path", [entry for entry in path if ".venv" in entry or not entry.startswith(str(ROOT))])
+            patch.setattr(sys, "dont_write_bytecode", True)
+            status = pytest.main([str(word) for word in words], plugins=[seen])
+        for name in modules_of(root):
+            del sys.modules[name]
+        sys.modules.update(ours)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.use_deterministic_algorithms(deterministic)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        return status, seen
 
     return verdict
 

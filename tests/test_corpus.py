@@ -34,7 +34,7 @@ encode = tiktoken.get_encoding("gpt2").encode_ordinary
 def documents():
     """A few thousand texts, some of them awkward."""
     parts = (ROOT / "input.txt").read_text(encoding="utf-8").split("\n\n")
-    return [*parts, "", "<|endoftext|> in a text", "two\n\r\n\nlines and a tab\t", "Ünïcode 漢字 🙂\u2028"]
+    return [*parts, "", " SolidGoldMagikarp", "<|endoftext|> in a text", "two\n\r\n\nlines and a tab\t", "Ünïcode 漢字 🙂\u2028"]
 
 
 @pytest.fixture(scope="session")
@@ -222,6 +222,21 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
                 loader.next_batch()
     else:
         refused(TRAIN, "--data", tmp_path, says=f"--data .*{re.escape(str(path))}")
+
+
+def test_a_shard_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Or a power cut leaves a file of the right size, full of zeros."""
+    path, events, fsync, replace = tmp_path / "shard_000000.bin", [], os.fsync, os.replace
+    whole = HEADER.size + 2 * 3000
+
+    def look(name, real, *args):
+        events.append((name, path.with_suffix(".tmp").stat().st_size, path.exists()))
+        real(*args)
+
+    monkeypatch.setattr(os, "fsync", lambda *args: look("fsync", fsync, *args))
+    monkeypatch.setattr(os, "replace", lambda *args: look("replace", replace, *args))
+    write_shard(path, np.arange(3000))
+    assert events == [("fsync", whole, False), ("replace", whole, False)]
 
 
 @pytest.fixture(scope="module")

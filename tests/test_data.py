@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import ROOT, load, versions
+from conftest import ROOT, RUNGS, load, versions
 
 BATCH, LENGTH = 3, 5
 LOADERS = versions("DataLoaderLite")
@@ -80,6 +80,18 @@ def test_a_text_without_a_batch_for_each_rank_is_too_short(short_text, tokens):
     load("ddp_run.py").DataLoaderLite(short_text, 1, length, rank=1, world_size=2)
     with pytest.raises(ValueError, match=f"B 1, T {length}, 3 ranks need {3 * length + 1}"):
         load("ddp_run.py").DataLoaderLite(short_text, 1, length, rank=1, world_size=3)
+
+
+@pytest.mark.parametrize("script", versions("DataLoaderLite", among=list(RUNGS)))
+def test_every_id_of_the_vocabulary_is_read_as_it_is(script, tmp_path):
+    """The text of the other tests has none above 32,767, where 16 bits with a sign end, and no <|endoftext|>."""
+    encoding = tiktoken.get_encoding("gpt2")
+    text = " SolidGoldMagikarp" + encoding.decode([*range(32000, 34000), *range(50000, 50256)]) + "<|endoftext|>"
+    expected = encoding.encode_ordinary(text)
+    assert expected[0] > 32767 and 50256 not in expected and sum(token > 32767 for token in expected) > 1000
+    (tmp_path / "rare.txt").write_bytes(text.encode())
+    x, y = load(script).DataLoaderLite(tmp_path / "rare.txt", 10, len(expected) // 20).next_batch()
+    assert x.flatten().tolist() == expected[: x.numel()] and y[-1, -1] == expected[x.numel()]
 
 
 @pytest.mark.parametrize("script", LOADERS)

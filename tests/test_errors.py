@@ -5,8 +5,7 @@ import resource
 import shutil
 
 import pytest
-import torch
-from conftest import EAGER, ROOT, SCRIPTS, SUMMARY
+from conftest import EAGER, ROOT, SCRIPTS
 
 WRONG = {
     "no such file": (["--data", "nowhere.txt"], "nowhere.txt"),
@@ -94,14 +93,3 @@ def test_no_compiler(run, tmp_path):
         "speedup_05_compile.py", "--steps", 1, PATH=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")
     )
     one_line(done, "speedup_05_compile.py", 1, r"torch\.compile failed: .*No working C\+\+ compiler")
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(refused, tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=16))
-    with torch.no_grad():
-        model.transformer.ln_f.bias[0] = float("inf")
-    model.save_pretrained(tmp_path)
-    printed = refused("baseline.py", "--init-from", tmp_path, status=1, says="the loss is not finite at step 0")
-    assert SUMMARY.search(printed)

@@ -4,6 +4,7 @@ import copy
 import signal
 import sys
 
+import export_hf
 import pytest
 import torch
 from checkpoint import load_model
@@ -25,10 +26,12 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def exported(run, trained, tmp_path_factory):
+def exported(trained, tmp_path_factory):
     folder = tmp_path_factory.mktemp("export") / "model"
-    done = run("tools/export_hf.py", trained, folder)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["export_hf.py", str(trained), str(folder)])
+        export_hf.main()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return folder
 
 
@@ -116,6 +119,19 @@ def test_the_probabilities_are_those_of_transformers(temperature, top_k, top_p):
         theirs.append(TopPLogitsWarper(top_p))
     expected = theirs(None, logits.clone()).softmax(dim=-1)
     torch.testing.assert_close(sample.probabilities(logits, temperature, top_k, top_p), expected)
+
+
+def test_no_sample_is_a_row_of_padding():
+    """Not even where the model finds these likelier than any token."""
+    model = uneven()
+    with torch.no_grad():
+        model.transformer.ln_f.bias[0] = 50.0
+        model.lm_head.weight[:, 0] = -1.0
+        model.lm_head.weight[50257:, 0] = 1.0
+        assert model(torch.tensor([[5, 6]])).argmax() % 50304 >= 50257
+        assert train.generate(model, [5, 6], 1, torch.device("cpu")).max() < 50257
+    for temperature in (0, 1):
+        assert all(token < 50257 for token in sample.generate(model, [5, 6], 1, 10, temperature=temperature))
 
 
 def test_samples_are_drawn_with_their_probabilities(small):

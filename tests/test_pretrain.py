@@ -16,6 +16,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from checkpoint import load_model
 from conftest import BF16_CPU, EAGER, ROOT, save_gpt2, watch
 from fineweb import write_shard
@@ -138,15 +139,51 @@ def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path, caps
     watch(TRAIN, *args, "--steps", 4, "--eval-every", 1, "--checkpoint-dir", tmp_path / "ck")
     assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 2
     assert next(losses, None) is None
-    losses = iter([7.1, 6.9])  # and a resumed run knows it
-    watch(TRAIN, *args, "--steps", 5, "--eval-every", 1, "--checkpoint-dir", tmp_path / "ck", "--resume")
-    assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 5
+    for steps, later, best in (5, [7.1, 7.05], 2), (6, [7.1, 6.9], 6):  # and a resumed run knows it
+        losses = iter(later)
+        watch(TRAIN, *args, "--steps", steps, "--eval-every", 1, "--checkpoint-dir", tmp_path / "ck", "--resume")
+        assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == best
     for path in (tmp_path / "ck").glob("step_*.pt"):
         path.unlink()
     with pytest.raises(SystemExit) as exit:  # what is left is the best, and a new run would write over it
         watch(TRAIN, *args, "--steps", 1, "--checkpoint-dir", tmp_path / "ck")
     assert exit.value.code == 2 and "--resume" in capsys.readouterr().err
-    assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 5
+    assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 6
+
+
+@pytest.mark.parametrize("option, other", [("--seed", 7), ("--warmup-steps", 20)])
+def test_a_run_goes_on_with_the_same_batches_and_rates_or_not_at_all(monkeypatch, tmp_path, refused, option, other):
+    monkeypatch.setattr(train, "evaluate", lambda *args: (math.inf, None, []))
+    args = ["--device", "cpu", "--batch-size", 1, "--seq-len", 8, "--total-batch-size", 8, "--data", ROOT / "README.md"]
+    args += ["--checkpoint-dir", tmp_path / "ck"]
+    watch(TRAIN, *args[2:], "--steps", 1)
+    refused(TRAIN, *args, "--steps", 2, "--resume", option, other, says=f"checkpoints of another task, with .*{option}")
+
+
+class Alike(torch.nn.Module):
+    """A model to which all tokens are alike, except that it would rather say what no token is: the rows of padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, idx, targets=None):
+        self.seen.append((idx.clone(), torch.is_grad_enabled()))
+        logits = torch.zeros(*idx.shape, 50304)
+        logits[..., 50257:] = 20.0
+        return logits if targets is None else F.cross_entropy(logits[..., :50257].view(-1, 50257), targets.view(-1))
+
+
+def test_an_evaluation_needs_no_gradient_and_its_samples_are_four_texts(tmp_path):
+    """Whatever the model would rather say."""
+    model, loader = Alike(), train.DataLoaderLite(ROOT / "README.md", 4, 16)
+    loss, accuracy, samples = train.evaluate(model, loader, [], encode("To be"), 1337, torch.device("cpu"), 100)
+    assert loss == pytest.approx(math.log(50257), abs=1e-4) and accuracy is None
+    assert len(set(samples)) == 4 and all(sample.startswith("To be") for sample in samples)
+    assert not any(gradient for _, gradient in model.seen)
+    held_out = loader.validation[:97]
+    assert model.seen[0][0].flatten().tolist() == held_out[:64].tolist()  # the first tokens held out, and no others
+    assert model.seen[1][0][:2].flatten().tolist() == held_out[64:96].tolist()
 
 
 def scalars(folder):

@@ -227,6 +227,15 @@ def test_a_file_that_cannot_be_written_is_whole_and_nothing_is_left_behind(tmp_p
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("script.py", "old")]
 
 
+def test_a_file_stays_readable_for_those_who_could_read_it(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("old")
+    (tmp_path / "script.py").chmod(0o754)
+    monkeypatch.setattr(propagate, "ROOT", tmp_path)
+    propagate.write("script.py", "new")
+    assert (tmp_path / "script.py").read_text() == "new"
+    assert (tmp_path / "script.py").stat().st_mode & 0o777 == 0o754
+
+
 def test_it_is_told_a_file_from_any_folder(clone):
     clone.edit("baseline.py", *SHARED)
     command = [sys.executable, "propagate.py", "../baseline.py"]

@@ -4,65 +4,80 @@ The clock is read after the device has finished, gradients start from zero and t
 rate, norm and learning rate are the ones used.
 """
 
+import contextlib
 import functools
 import math
 import re
 import socket
+import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, clips, load, nano, since, versions, watch
+from conftest import FP16, ROOT, RUNGS, SCRIPTS, TRAIN, clips, load, made_up_gpu, nano, play, since, versions, watch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
-def train(script, steps, *args, batch=2, length=16, total=None, **environment):
-    """The steps of a short run of nano."""
+LOOPS = versions("main", among=list(RUNGS))
+ACCUMULATE = since("ddp_run.py", among=list(RUNGS))
+WORK = {"synchronize", "next_batch", "zero_grad", "forward", "backward", "step"}
+
+
+def train(script, steps, *args, batch=2, length=16, total=None, **options):
+    """The steps of a short run of nano. What pretrain/train.py evaluates is left out."""
     args += ("--data", ROOT / "README.md", "--steps", steps, "--batch-size", batch, "--seq-len", length)
-    if script in since("ddp_run.py"):
+    if script in ACCUMULATE:
         args += ("--total-batch-size", total or batch * length)
-    return watch(script, *args, **environment)
+    if script != TRAIN:
+        return watch(script, *args, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load(TRAIN), "evaluate", lambda *args: (9.0, None, []))
+        return watch(script, *args, "--warmup-steps", 10, **options)
+
+
+def record(script, device):
+    """(the steps of a short run, what main() did in order: the names of its calls, what its clock read)"""
+    module, events = load(script), []
+    forward = module.GPT.forward
+
+    def look(model, *args):
+        left_over = any(p.grad is not None and p.grad.any() for p in model.parameters())
+        events.append("forward, with gradients there" if left_over else "forward")
+        return forward(model, *args)
+
+    gpu = made_up_gpu(events) if device == "cuda" else contextlib.nullcontext()
+    with gpu, pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (torch.cpu, "synchronize"),
+            (module.DataLoaderLite, "next_batch"),
+            (torch.optim.AdamW, "zero_grad"),
+            (torch.autograd, "backward"),
+        ):
+            call, event = getattr(owner, name), name if owner is not torch.cpu or device == "cpu" else "no wait at all"
+            patch.setattr(owner, name, lambda *a, f=call, event=event, **k: (events.append(event), f(*a, **k))[1])
+        patch.setattr(module.GPT, "forward", look)
+        clock = SimpleNamespace(perf_counter=lambda: events.append(time.perf_counter()) or events[-1])
+        patch.setattr(module, "time", clock)
+        hook = register_optimizer_step_pre_hook(lambda *_: events.append("step"))
+        steps = train(script, 2, "--model", "nano", total=64, device=device)  # in ddp_run.py two micro-steps
+        hook.remove()
+    return steps, events
 
 
 @pytest.fixture(scope="module")
 def recorded():
-    """Script -> (the steps of a short run, what main() did in order: the names of its calls, what its clock read)"""
-
-    @functools.cache
-    def recorded(script):
-        module, events = load(script), []
-        forward = module.GPT.forward
-
-        def look(model, *args):
-            left_over = any(p.grad is not None and p.grad.any() for p in model.parameters())
-            events.append("forward, with gradients there" if left_over else "forward")
-            return forward(model, *args)
-
-        with pytest.MonkeyPatch.context() as patch:
-            for owner, name in (
-                (torch.cpu, "synchronize"),
-                (torch.accelerator, "synchronize"),
-                (module.DataLoaderLite, "next_batch"),
-                (torch.optim.AdamW, "zero_grad"),
-                (torch.Tensor, "backward"),
-            ):
-                call = getattr(owner, name)
-                patch.setattr(owner, name, lambda *a, f=call, name=name, **k: (events.append(name), f(*a, **k))[1])
-            patch.setattr(module.GPT, "forward", look)
-            clock = SimpleNamespace(perf_counter=lambda: events.append(time.perf_counter()) or events[-1])
-            patch.setattr(module, "time", clock)
-            hook = register_optimizer_step_pre_hook(lambda *_: events.append("step"))
-            steps = train(script, 2, total=64)  # in ddp_run.py two micro-steps
-            hook.remove()
-        return steps, events
-
-    return recorded
+    return functools.cache(functools.partial(record, device="cpu"))
 
 
-@pytest.mark.parametrize("script", versions("main"))
+@pytest.fixture(scope="module")
+def on_a_gpu():
+    return functools.cache(functools.partial(record, device="cuda"))
+
+
+@pytest.mark.parametrize("script", LOOPS)
 def test_a_run_is_that_of_its_seed(script, recorded):
     runs = {1337: recorded(script)[0], 7: train(script, 2, "--seed", 7, total=64)}
     for seed, steps in runs.items():
@@ -73,30 +88,125 @@ def test_a_run_is_that_of_its_seed(script, recorded):
     assert losses[0] == losses[2] != losses[1]
 
 
-@pytest.mark.parametrize("script", versions("main"))
-def test_the_clock_is_read_when_the_device_has_finished(script, recorded):
-    found = ["clock" if isinstance(event, float) else event.split(",")[0] for event in recorded(script)[1]]
-    work = ["next_batch", "zero_grad", "forward", "backward"]
-    if script in since("ddp_run.py"):
-        work = ["zero_grad", *2 * ["next_batch", "forward", "backward"]]
-    assert found == 2 * ["synchronize", "clock", *work, "step", "synchronize", "clock"]
+def work_of(script):
+    if script in ACCUMULATE:
+        return ["zero_grad", *2 * ["next_batch", "forward", "backward"]]
+    return ["next_batch", "zero_grad", "forward", "backward"]
 
 
-@pytest.mark.parametrize("script", versions("main"))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("script", LOOPS)
+def test_the_clock_is_read_when_the_device_has_finished(script, device, recorded, on_a_gpu):
+    events = (recorded if device == "cpu" else on_a_gpu)(script)[1]
+    found = ["clock" if isinstance(event, float) else event.split(",")[0] for event in events]
+    found = [event for event in found if event in {"clock", *WORK}]
+    if script == TRAIN:  # an evaluation is timed, too: before the first step, and after the last
+        assert found[:2] == found[-2:] == ["clock", "clock"]
+        found = found[2:-2]
+    assert found == 2 * ["synchronize", "clock", *work_of(script), "step", "synchronize", "clock"]
+
+
+@pytest.mark.parametrize("script", LOOPS)
+def test_python_waits_for_a_gpu_at_the_end_of_a_step_alone(script, on_a_gpu):
+    """And queues the copies of a batch, from where several micro-steps would wait for them."""
+    events = [event for event in on_a_gpu(script)[1] if event in WORK or event in ("wait", "copy", "queued copy")]
+    steps = "/".join(events).split("synchronize")[1::2]  # from the clock's start to its end
+    assert len(steps) == 2
+    for step in steps:
+        before, after = step.split("step")
+        copies = re.findall(r"(?:queued )?copy", before)
+        assert "wait" not in before
+        assert copies == 4 * ["queued copy"] if script in ACCUMULATE else copies == ["copy", "copy"]
+
+
+def mathematically(script):
+    """What a script computes in: whether TF32 was allowed, the type of the logits, whether every run is the same."""
+    (step,) = train(script, 1, "--model", "nano", batch=1, length=8, device="cuda")
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return torch.get_float32_matmul_precision() == "high", step.logits[0].dtype, deterministic
+
+
+@pytest.mark.parametrize("script", LOOPS)
+def test_a_gpu_computes_in_the_fastest_type_that_it_has(script):
+    """TF32 from compute capability 8.0 on, bf16 where it is not emulated, and no slower kernels for a second run's sake."""
+    for capability, bf16 in ((7, 5), "emulated"), ((8, 0), "native"), ((9, 0), "native"), ((9, 0), "none"):
+        tf32 = script in since(2, among=list(RUNGS)) and capability >= (8, 0)
+        dtype = torch.bfloat16 if bf16 == "native" and script in since(3, among=list(RUNGS)) else torch.float32
+        dtype = torch.float16 if script == FP16 else dtype
+        with made_up_gpu(capability=capability, bf16=bf16):
+            assert mathematically(script) == (tf32, dtype, False), (capability, bf16)
+    train(script, 1, batch=1, length=8)
+    assert torch.are_deterministic_algorithms_enabled()  # on a CPU one seed is one curve
+
+
+@pytest.mark.parametrize("script", LOOPS)
+def test_the_summary_is_the_median_of_the_steady_steps(script, monkeypatch):
+    took = [90, 50, 70, 10, 40, 22]  # milliseconds
+    reads = [read for ms in took for read in (0, ms / 1000)]
+    clock = iter([0, 0, *reads, 0, 0] if script == TRAIN else reads)  # which times two evaluations, too
+    monkeypatch.setattr(load(script), "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (9.0, None, []))
+    words = "--model", "nano", "--steps", 6, "--batch-size", 2, "--seq-len", 16, "--data", ROOT / "README.md"
+    words += ("--total-batch-size", 64) if script in ACCUMULATE else ()
+    with made_up_gpu():
+        last = play(script, *words, device="cuda").splitlines()[-1]
+    tokens = 64 if script in ACCUMULATE else 32
+    assert last == f"median of steps 3-5: 22.00 ms, {tokens / 0.022:,.0f} tok/s, peak memory 3.00 GiB"
+
+
+@pytest.mark.parametrize("script", LOOPS)
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_what_is_not_finite_ends_the_run_and_is_not_saved(script, what, tmp_path, monkeypatch, refused):
+    if what == "gradient" and script not in ACCUMULATE:
+        return  # the step that follows has no finite loss, and nothing was saved
+
+    def forward(model, *args):
+        zero = 0 * model.lm_head.weight.sum()
+        return zero + math.inf if what == "loss" else zero.sqrt()  # whose slope at 0 is infinite
+
+    monkeypatch.setattr(load(script).GPT, "forward", forward)
+    monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (9.0, None, []))
+    words = ["--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md"]
+    if script in ACCUMULATE:
+        words += ["--total-batch-size", 8, "--checkpoint-dir", tmp_path, "--save-every", 1]
+    refused(script, "--device", "cpu", *words, status=1, says="the loss .*is not finite at step 0")
+    assert not list(tmp_path.glob("*.pt"))
+
+
+@pytest.mark.parametrize("script", versions("main", among=ACCUMULATE))
+def test_a_step_takes_half_a_million_tokens_unless_told(script, monkeypatch, refused):
+    module = load(script)
+
+    def stop(loader):
+        raise ValueError("stop here")
+
+    monkeypatch.setitem(module.MODELS, "gpt2", module.GPTConfig(n_layer=1, n_head=1, n_embd=8))
+    monkeypatch.setattr(module.DataLoaderLite, "next_batch", stop)
+    monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (9.0, None, []))
+    for model, sizes in (
+        ("gpt2", "524288 tokens per step = 128 micro-steps * B 4 * T 1024 * 1 ranks"),
+        ("nano", "4096 tokens per step = 8 micro-steps * B 4 * T 128 * 1 ranks"),
+    ):
+        words = "--device", "cpu", "--model", model, "--data", ROOT / "input.txt"
+        assert sizes in refused(script, *words, says="stop here")
+
+
+@pytest.mark.parametrize("script", LOOPS)
 def test_tokens_are_counted_per_second(script, recorded):
     steps, events = recorded(script)
-    tokens = 64 if script in since("ddp_run.py") else 32
+    tokens = 64 if script in ACCUMULATE else 32
     clock = [event for event in events if isinstance(event, float)]
+    clock = clock[2:-2] if script == TRAIN else clock
     for step, start, end in zip(steps, clock[::2], clock[1::2], strict=True):
         seconds, rate = float(step.printed["ms"]) / 1000, float(step.printed["rate"].replace(",", ""))
         assert seconds == pytest.approx(end - start, abs=1e-5)
         assert rate == pytest.approx(tokens / seconds, rel=1e-2, abs=0.51)  # it is printed without decimals
 
 
-@pytest.mark.parametrize("script", versions("main"))
+@pytest.mark.parametrize("script", LOOPS)
 def test_each_step_starts_without_the_gradients_of_the_last(script, recorded):
     passes = [event for event in recorded(script)[1] if str(event).startswith("forward")]
-    later = ["forward, with gradients there"] * (script in since("ddp_run.py"))  # the second micro-step adds to them
+    later = ["forward, with gradients there"] * (script in ACCUMULATE)  # the second micro-step adds to them
     assert passes == 2 * ["forward", *later]
 
 
@@ -107,6 +217,18 @@ def test_the_compile_mode_reaches_the_compiler(script, monkeypatch):
     for arguments, mode in ((), "default"), (("--compile-mode", "max-autotune"), "max-autotune"):
         train(script, 1, *arguments, batch=1, length=8)
         assert modes.pop() == mode
+
+
+@pytest.mark.parametrize("script", versions("main", among=since(5, among=list(RUNGS))))
+def test_a_step_runs_compiled(script, monkeypatch):
+    ran = []
+
+    def compiler(graph, inputs):
+        return lambda *args: (ran.append(graph), graph(*args))[1]
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiler))
+    train(script, 2, batch=1, length=8, compiled=True)
+    assert len(ran) == 2
 
 
 @pytest.mark.parametrize("script", since(5, 8))  # all versions of the model that are compiled
@@ -130,14 +252,14 @@ def test_modes_with_cuda_graphs_are_not_used_where_gradients_add_up(monkeypatch)
     assert modes == ["reduce-overhead", "default"]
 
 
-@pytest.mark.parametrize("script", clips())
+@pytest.mark.parametrize("script", [*clips(), TRAIN])
 def test_the_gradient_is_clipped_to_a_norm_of_1_before_the_step(script, recorded):
     for step in recorded(script)[0]:
         assert float(step.printed["norm"]) > 1.5  # the norm before clipping, and there was something to clip
         assert step.norm == pytest.approx(1.0, abs=1e-4)
 
 
-@pytest.mark.parametrize("script", clips())
+@pytest.mark.parametrize("script", [*clips(), TRAIN])
 def test_a_norm_under_1_is_left_alone(script, monkeypatch):
     forward = load(script).GPT.forward
 
@@ -164,12 +286,12 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine(script):
     assert [get_lr(step, 3) for step in range(3)] == pytest.approx([6e-5, 12e-5, 18e-5])  # a run within the warm-up
 
 
-@pytest.mark.parametrize("script", versions("main", among=since(9)))
+@pytest.mark.parametrize("script", versions("main", among=since(9, among=list(RUNGS))))
 def test_the_printed_rate_is_the_one_the_step_is_taken_with(script, recorded):
-    get_lr = load(script).get_lr
     for number, step in enumerate(recorded(script)[0]):
-        assert {group["lr"] for group in step.groups} == {get_lr(number, 2)}
-        assert float(step.printed["lr"]) == pytest.approx(get_lr(number, 2), rel=1e-4)
+        lr = load(script).get_lr(number, 2, warmup_steps=10)
+        assert {group["lr"] for group in step.groups} == {lr}
+        assert float(step.printed["lr"]) == pytest.approx(lr, rel=1e-4)
 
 
 @pytest.mark.parametrize("script", [SCRIPTS[10]])
@@ -195,6 +317,90 @@ def test_micro_steps_add_up_to_the_gradient_of_the_whole_batch():
             assert float(many.printed["norm"]) == pytest.approx(float(one.printed["norm"]), rel=1e-4)
             for name, grad in one.grads.items():
                 assert (many.grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+@contextlib.contextmanager
+def rank(number, world_size=2):
+    """In this context a script is a rank of several. The others have the numbers that it has, and answer at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    begin, dist = torch.distributed.init_process_group, torch.distributed
+
+    class Alike(DistributedDataParallel):
+        def __init__(self, model, **options):
+            super().__init__(model, **options)
+            self.register_comm_hook(None, self.answer)
+
+        @staticmethod
+        def answer(state, bucket):
+            mean = torch.futures.Future()
+            mean.set_result(bucket.buffer())
+            return mean
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK"):
+            patch.setenv(name, str(number))
+        patch.setenv("WORLD_SIZE", str(world_size))
+        store = {"store": FakeStore(), "rank": number, "world_size": world_size}
+        patch.setattr(dist, "get_default_backend_for_device", lambda device: "fake")
+        patch.setattr(dist, "init_process_group", lambda backend: begin(backend, **store))
+        patch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(world_size))
+        patch.setattr(dist, "all_gather_object", lambda out, mine: out.__setitem__(slice(None), [mine] * world_size))
+        patch.setattr(torch.nn.parallel, "DistributedDataParallel", Alike)
+        patch.setattr("sys.stdout", sys.stdout)  # main() silences all ranks but the first
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+DDP = [script for script in versions("main", among=ACCUMULATE) if "FSDP" not in RUNGS[script].idea]
+
+
+@pytest.mark.parametrize("script", DDP)
+def test_the_printed_loss_is_the_mean_over_the_ranks(script):
+    with rank(0):
+        steps = train(script, 2, total=128)  # two micro-steps on each of two ranks
+    for step in steps:
+        assert float(step.printed["loss"]) == pytest.approx(sum(step.losses) / 2, abs=1e-5)
+
+
+@pytest.mark.parametrize("script", DDP)
+def test_one_rank_alone_prints_and_writes(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (9.0, None, []))
+    for number in (1, 0):
+        folder = tmp_path / str(number)
+        words = "--steps", 2, "--batch-size", 2, "--seq-len", 16, "--total-batch-size", 64, "--data", ROOT / "README.md"
+        words += "--checkpoint-dir", folder, "--save-every", 1, "--log", tmp_path / f"{number}.jsonl"
+        with rank(number):
+            printed = play(script, *words)
+        assert bool(printed) == bool(list(folder.glob("*.pt"))) == (tmp_path / f"{number}.jsonl").exists() == (number == 0)
+
+
+@pytest.mark.parametrize("script", DDP)
+def test_each_rank_has_a_gpu_of_its_own_and_text_of_its_own_also_when_it_goes_on(script, tmp_path, monkeypatch):
+    module, models, reads = load(script), [], []
+    to, next_batch = module.GPT.to, module.DataLoaderLite.next_batch
+    monkeypatch.setattr(module.GPT, "to", lambda model, device: (models.append(str(device)), to(model, device))[1])
+    monkeypatch.setattr(
+        module.DataLoaderLite, "next_batch", lambda loader: (reads.append(loader.position), next_batch(loader))[1]
+    )
+    monkeypatch.setattr(module, "save_checkpoint", lambda folder, keep, state: saved.append(state))
+    monkeypatch.setattr(module, "evaluate", lambda *args: (math.inf, None, []), raising=False)
+    words = "--batch-size", 2, "--seq-len", 16, "--total-batch-size", 64, "--data", ROOT / "README.md"
+    words += "--model", "nano", "--checkpoint-dir", tmp_path / "saved"
+    saved = []
+    with made_up_gpu(count=2) as events, rank(1):
+        play(script, *words, "--steps", 2, device="cuda")
+    assert "set_device cuda:1" in events and models == ["cuda:1"] and reads == [32, 96]
+    with made_up_gpu(count=2), rank(0):
+        play(script, *words, "--steps", 2, device="cuda")
+    monkeypatch.setattr(module, "load_checkpoint", lambda folder: saved[-1])
+    reads.clear()
+    with made_up_gpu(count=2), rank(1):
+        play(script, *words, "--steps", 3, "--resume", device="cuda")
+    assert reads == [160]
 
 
 def test_gradients_travel_once_per_step_in_the_last_backward_pass(monkeypatch):
