@@ -293,8 +293,10 @@ def made_up_gpu(events=None, capability=(9, 0), bf16="native", count=1):
             (torch.cuda, "max_memory_allocated", 3 * 2**30),
         ):
             patch.setattr(owner, name, lambda *args, value=value, **options: value)
-        supports = {"native": True, "none": False}
-        patch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supports.get(bf16, including_emulation))
+        counts = {True: ("native", "emulated"), False: ("native",)}
+        patch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16 in counts[including_emulation]
+        )
         patch.setattr(torch.cuda, "set_device", lambda device: events.append(f"set_device {device}"))
         patch.setattr(torch.accelerator, "synchronize", lambda *device: events.append("synchronize"))
         patch.setattr(torch, "autocast", lambda device, **options: autocast("cpu", **options))

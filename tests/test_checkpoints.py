@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import pickle
 import resource
@@ -13,15 +14,23 @@ import time
 
 import pytest
 import torch
-from conftest import EAGER, ROOT, RUNGS, STEP, SUMMARY, load, nano, since, versions, watch
+from conftest import EAGER, ROOT, RUNGS, STEP, SUMMARY, TRAIN, load, nano, since, versions, watch
 
 SIZES = ["--model", "nano", "--seq-len", 32, "--batch-size", 2, "--total-batch-size", 128]
 SIZES += ["--data", ROOT / "README.md"]  # any text will do, and a short one is soon tokenized
 
 
-def train(steps, *args, script="ddp_run.py", **environment):
-    """Steps of a short run in this process, uncompiled."""
-    return watch(script, *SIZES, "--steps", steps, *args, **environment)
+SAVING = since("ddp_run.py", among=list(RUNGS))
+
+
+def train(steps, *args, script="ddp_run.py"):
+    """Steps of a short run in this process, uncompiled. What pretrain/train.py evaluates is left out."""
+    words = *SIZES, "--steps", steps, *args
+    if script != TRAIN:
+        return watch(script, *words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load(TRAIN), "evaluate", lambda *args: (math.inf, None, []))
+        return watch(script, *words, "--warmup-steps", 10, "--eval-every", 1000)
 
 
 def curve(steps):
@@ -29,49 +38,70 @@ def curve(steps):
 
 
 def records(log):
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    """What a log has of each step; evaluations are left out."""
+    return [record for record in map(json.loads, log.read_text().splitlines()) if "loss" in record]
 
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.fixture
+def script():
+    """Where a test says nothing else."""
+    return "ddp_run.py"
+
+
 @pytest.fixture(scope="module")
-def undisturbed():
-    return train(8)
+def whole():
+    """Script -> the steps of a run that nothing happens to."""
+    return functools.cache(lambda script: train(8, script=script))
+
+
+@pytest.fixture
+def undisturbed(whole, script):
+    return whole(script)
 
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    """What a run of 8 steps left, saved at 3 and at 6, as if it had been killed before it saved the last."""
-    folder = tmp_path_factory.mktemp("left")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        train(8, "--checkpoint-dir", "saved", "--save-every", 3, "--keep", 3, "--log", "log.jsonl")
-    (folder / "saved" / "step_00000008.pt").unlink()
-    return folder
+    """Script -> what a run of 8 steps left, saved at 3 and at 6, as if it had been killed before it saved the last."""
+
+    @functools.cache
+    def left(script):
+        folder = tmp_path_factory.mktemp("left")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            words = "--checkpoint-dir", "saved", "--save-every", 3, "--keep", 3, "--log", "log.jsonl"
+            train(8, *words, script=script)
+        (folder / "saved" / "step_00000008.pt").unlink(missing_ok=True)
+        return folder
+
+    return left
 
 
 @pytest.fixture
-def saved(left, tmp_path, monkeypatch):
+def saved(left, script, tmp_path, monkeypatch):
     """The folder of its checkpoints, in a copy; log.jsonl is beside it, in the folder that the tests run in."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(left, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(left(script), tmp_path, dirs_exist_ok=True)
     return tmp_path / "saved"
 
 
 @pytest.fixture
-def no_start(refused):
+def no_start(refused, script, monkeypatch):
     """A run of these sizes that must be refused."""
-    return functools.partial(refused, "ddp_run.py", "--device", "cpu", *SIZES, "--steps", 8)
+    module = load(script)
+    monkeypatch.setitem(module.MODELS, "gpt2", module.GPTConfig(n_layer=1, n_head=1, n_embd=8))
+    schedule = ["--warmup-steps", 10] if script == TRAIN else []
+    return functools.partial(refused, script, "--device", "cpu", *SIZES, "--steps", 8, *schedule)
 
 
-@pytest.mark.parametrize("script", since("ddp_run.py"))
-def test_a_checkpoint_holds_all_that_the_training_is(saved, tmp_path, script):
-    if script != "ddp_run.py":
-        shutil.rmtree(saved)
-        train(6, "--checkpoint-dir", saved, script=script)
-    checkpoint = torch.load(saved / "step_00000006.pt", weights_only=True)
+@pytest.mark.parametrize("script", SAVING)
+def test_a_checkpoint_holds_all_that_the_training_is(tmp_path, script):
+    saved = tmp_path / "saved"
+    train(6, "--checkpoint-dir", saved, script=script)
+    checkpoint = torch.load(max(saved.glob("step_*.pt")), weights_only=True)
     assert checkpoint["step"] == 6
     assert checkpoint["position"] == 6 * 128
     assert checkpoint["args"]["seq_len"] == "32" and checkpoint["args"]["seed"] == "1337"
@@ -82,14 +112,14 @@ def test_a_checkpoint_holds_all_that_the_training_is(saved, tmp_path, script):
     assert {float(state["step"]) for state in checkpoint["optim"]["state"].values()} == {6.0}
 
 
-@pytest.mark.parametrize("script", since(7))
-def test_the_weights_are_those_of_the_run_in_every_script_of_this_shape(saved, undisturbed, script):
-    model = nano(script)
+@pytest.mark.parametrize("other", since(7))
+def test_the_weights_are_those_of_the_run_in_every_script_of_this_shape(saved, undisturbed, other):
+    model = nano(other)
     model.load_state_dict(torch.load(saved / "step_00000006.pt", weights_only=True)["model"])
     assert all(torch.equal(p, undisturbed[6].before[name]) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("script", since("ddp_run.py"))
+@pytest.mark.parametrize("script", SAVING)
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(saved, undisturbed, tmp_path, script):
     log = tmp_path / "log.jsonl"
     steps = train(8, "--checkpoint-dir", saved, "--resume", "--log", log.name, "--save-every", 3, script=script)
@@ -102,12 +132,13 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(saved, undisturbed, tm
     assert [f"{record['loss']:.6f}" for record in records(log)] == [loss for _, loss, _ in curve(undisturbed)]
 
 
-def test_nothing_random_is_lost(saved):
+@pytest.mark.parametrize("script", SAVING)
+def test_nothing_random_is_lost(saved, script):
     checkpoint = torch.load(saved / "step_00000006.pt", weights_only=True)
     torch.manual_seed(7)
     checkpoint["rng"][0] = torch.get_rng_state()
     torch.save(checkpoint, saved / "step_00000006.pt")
-    train(7, "--checkpoint-dir", saved, "--resume")
+    train(7, "--checkpoint-dir", saved, "--resume", script=script)
     drawn = torch.rand(3)
     torch.manual_seed(7)
     assert torch.equal(drawn, torch.rand(3))
@@ -154,16 +185,18 @@ class Command:
 
 
 @pytest.mark.parametrize("how", ["cut short", "empty", "of another program", "no zip", "code"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(saved, undisturbed, capfd, how):
+@pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(saved, undisturbed, capfd, how, script):
     damage(saved / "step_00000006.pt", how)
-    steps = train(8, "--checkpoint-dir", saved, "--resume")
+    steps = train(8, "--checkpoint-dir", saved, "--resume", script=script)
     assert not (saved / "ran").exists()
     assert curve(steps) == curve(undisturbed)[3:]
     written = capfd.readouterr().err
     assert len(written.splitlines()) == 1 and written.startswith(f"{saved / 'step_00000006.pt'} cannot be read: ")
 
 
-def test_where_all_are_damaged_nothing_is_begun(saved, no_start):
+@pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
+def test_where_all_are_damaged_nothing_is_begun(saved, no_start, script):
     for path in saved.iterdir():
         path.write_bytes(b"")
     before = names(saved)
@@ -171,6 +204,7 @@ def test_where_all_are_damaged_nothing_is_begun(saved, no_start):
     assert [name for name in names(saved) if name != "unfinished.tmp"] == before
 
 
+@pytest.mark.parametrize("script", SAVING)
 @pytest.mark.parametrize(
     "change, pattern",
     [
@@ -179,8 +213,9 @@ def test_where_all_are_damaged_nothing_is_begun(saved, no_start):
         (["--model", "gpt2", "--batch-size", 1], "--model.*n_embd=32"),
         (["--data", "other.txt"], "--data"),
     ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_another_task_is_refused_by_name(saved, monkeypatch, tmp_path, change, pattern, no_start):
+def test_another_task_is_refused_by_name(saved, monkeypatch, tmp_path, change, pattern, no_start, script):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.txt").write_text("To be, or not to be, that is the question. " * 100)
     before = {path: path.read_bytes() for path in saved.iterdir() if path.suffix == ".pt"}
@@ -188,14 +223,15 @@ def test_another_task_is_refused_by_name(saved, monkeypatch, tmp_path, change, p
     assert {path: path.read_bytes() for path in saved.iterdir() if path.suffix == ".pt"} == before
 
 
-def test_what_another_run_left_is_not_touched(saved, tmp_path, no_start):
+@pytest.mark.parametrize("script", SAVING)
+def test_what_another_run_left_is_not_touched(saved, tmp_path, no_start, script):
     before = names(saved), (tmp_path / "log.jsonl").read_bytes()
     no_start("--checkpoint-dir", saved, says="has checkpoints: --resume")
     no_start("--log", tmp_path / "log.jsonl", says="not the log of this run")
     new = "--checkpoint-dir", tmp_path / "new", "--resume"
     for _ in range(2):  # to be refused is not to have begun
         no_start(*new, "--log", tmp_path / "log.jsonl", says="not the log of this run")
-    train(3, "--checkpoint-dir", tmp_path / "other", "--log", tmp_path / "other.jsonl")
+    train(3, "--checkpoint-dir", tmp_path / "other", "--log", tmp_path / "other.jsonl", script=script)
     other = "--checkpoint-dir", tmp_path / "other", "--resume"
     no_start(*other, "--log", "log.jsonl", says="not the log of this run")
     assert (
@@ -249,7 +285,9 @@ def test_a_full_disk_ends_the_run_and_the_last_good_checkpoint_serves(saved, und
 
 
 @pytest.mark.parametrize(
-    "number, status", [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+    "number, status",
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    ids=["SIGTERM", "SIGINT"],
 )
 def test_a_signal_ends_the_step_and_saves_it(undisturbed, tmp_path, number, status):
     command = [sys.executable, ROOT / "ddp_run.py", *SIZES, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved"]
@@ -295,7 +333,7 @@ def test_where_times_are_coarse_the_name_says_which_is_newest(tmp_path, monkeypa
     assert names(tmp_path) == ["step_00000003.pt", "step_00000004.pt"]
 
 
-@pytest.mark.parametrize("script", versions("save_checkpoint", among=since("ddp_run.py", among=list(RUNGS))))
+@pytest.mark.parametrize("script", versions("save_checkpoint", among=SAVING))
 def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, script):
     events, path = [], tmp_path / "step_00000001.pt"
 
@@ -312,7 +350,8 @@ def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, script)
     assert torch.load(path, weights_only=True) == {"step": 1}
 
 
-def test_the_time_left_is_that_of_the_steps_to_come(monkeypatch):
+@pytest.mark.parametrize("script", versions("main", among=SAVING))
+def test_the_time_left_is_that_of_the_steps_to_come(monkeypatch, script):
     clock = iter(range(0, 10000, 30))  # a step of 30 seconds: the clock is read twice in each
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    assert [step.printed["left"] for step in train(5)] == ["2.0", "1.5", "1.0", "0.5", "0.0"]
+    assert [step.printed["left"] for step in train(5, script=script)] == ["2.0", "1.5", "1.0", "0.5", "0.0"]

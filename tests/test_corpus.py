@@ -34,7 +34,14 @@ encode = tiktoken.get_encoding("gpt2").encode_ordinary
 def documents():
     """A few thousand texts, some of them awkward."""
     parts = (ROOT / "input.txt").read_text(encoding="utf-8").split("\n\n")
-    return [*parts, "", " SolidGoldMagikarp", "<|endoftext|> in a text", "two\n\r\n\nlines and a tab\t", "Ünïcode 漢字 🙂\u2028"]
+    return [
+        *parts,
+        "",
+        " SolidGoldMagikarp",
+        "<|endoftext|> in a text",
+        "two\n\r\n\nlines and a tab\t",
+        "Ünïcode 漢字 🙂\u2028",
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,7 @@ def test_a_text_without_a_batch_for_each_rank_is_too_short(short_text, tokens):
 def test_every_id_of_the_vocabulary_is_read_as_it_is(script, tmp_path):
     """The text of the other tests has none above 32,767, where 16 bits with a sign end, and no <|endoftext|>."""
     encoding = tiktoken.get_encoding("gpt2")
-    text = " SolidGoldMagikarp" + encoding.decode([*range(32000, 34000), *range(50000, 50256)]) + "<|endoftext|>"
+    text = " SolidGoldMagikarp<|endoftext|>" + encoding.decode([*range(32000, 34000), *range(50000, 50256)])
     expected = encoding.encode_ordinary(text)
     assert expected[0] > 32767 and 50256 not in expected and sum(token > 32767 for token in expected) > 1000
     (tmp_path / "rare.txt").write_bytes(text.encode())
@@ -101,10 +101,11 @@ def test_the_text_is_338025_tokens_kept_as_uint16(script):
     assert len(tokens) == 338_025
 
 
-def test_the_text_is_read_byte_for_byte(tmp_path):
+@pytest.mark.parametrize("script", LOADERS)
+def test_the_text_is_read_byte_for_byte(tmp_path, script):
     path = tmp_path / "mixed.txt"
     path.write_bytes("Ünïcode, \r\nWindows lines\r\nand <|endoftext|> as plain text".encode() * 3)
-    loader = load("baseline.py").DataLoaderLite(path, 1, 4)
+    loader = load(script).DataLoaderLite(path, 1, 4)
     assert tiktoken.get_encoding("gpt2").decode_bytes(loader.tokens.tolist()) == path.read_bytes()
 
 

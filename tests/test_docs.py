@@ -226,14 +226,18 @@ def test_a_rungs_page_shows_what_was_measured_beside_what_was_predicted(soup, sc
 
 
 def test_every_mistake_is_on_its_page(soup):
-    shown, mistakes = soup("mistakes.html").select(".mistake"), read_toml("docs/mistakes.toml")["mistake"]
-    for section, mistake in zip(shown, mistakes, strict=True):
-        assert section.h2.text.lower() == mistake["name"].lower() and mistake["harm"][1:] in section.p.text
-        assert f"tests/{mistake['check']}" in section.text
-        planted = "\n".join(line.text[1:].rstrip("\n") for line in section.select("ins"))
-        assert planted or section.select("del")
-        for _, wrong in mistake["edits"]:
-            assert all(line.strip() in section.select_one(".diff").text for line in wrong.splitlines())
+    page, kinds = soup("mistakes.html"), read_toml("tools/mistakes.toml")
+    groups = [heading.find(string=True).strip() for heading in page.select("article h2")]
+    assert list(kinds) == ["silent", "slow", "unsafe"]
+    assert groups == ["Silently wrong", "Slower than it looks", "Unsafe"]
+    mistakes = [(group, mistake) for group, kind in zip(groups, kinds, strict=True) for mistake in kinds[kind]]
+    for shown, (group, mistake) in zip(page.select("details.bug"), mistakes, strict=True):
+        assert shown.find_previous("h2").find(string=True).strip() == group
+        assert shown.summary.text.lower() == f"{mistake['name']}: {mistake['harm']}".lower()
+        assert f"tests/{mistake['check'].replace('{script}', mistake['file'])}" in shown.text
+        assert shown.select(".gd, .gi")
+        changed = [(right, wrong) for right, wrong in mistake["edits"] if right.count("\n") == wrong.count("\n") == 0]
+        assert all(wrong.strip() in shown.text for _, wrong in changed)
 
 
 @pytest.mark.parametrize("pages", [SHOWN, pytest.param(PAGES, marks=pytest.mark.slow)], ids=["of each kind", "all"])

@@ -64,7 +64,7 @@ CASES += [("ddp_run.py", case) for case in WRONG_TOTAL] + [(script, "no such fil
 def test_bad_input(script, case, folder, monkeypatch, refused):
     arguments, pattern = (WRONG | WRONG_TOTAL)[case]
     monkeypatch.chdir(folder)
-    refused(script, *arguments, says=pattern)
+    refused(script, "--steps", 1, *arguments, says=pattern)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A model exported to Hugging Face keeps its logits; samples are what `transformers` would write."""
 
 import copy
+import os
 import signal
 import sys
 
@@ -67,6 +68,22 @@ def test_the_export_touches_no_folder_that_is_there(refused, trained, tmp_path):
     refused("tools/export_hf.py", trained, tmp_path / "mine", says=".* exists already$")
     refused("tools/export_hf.py", tmp_path / "mine" / "notes.txt", tmp_path / "new")
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]
+
+
+class Command:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", ["best.pt", "step_00000001.pt", "a model.pt"])
+def test_a_checkpoint_cannot_run_code(tmp_path, name):
+    torch.save({"task": Command(tmp_path / "ran")}, tmp_path / name)
+    with pytest.raises(ValueError):
+        load_model(tmp_path / name if name == "a model.pt" else tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ Medians, ratios and shares are computed from logs with known answers, FLOPs are 
 speed with an outside clock, and the peers with rung 10.
 """
 
+import functools
 import json
 import os
 import re
@@ -20,7 +21,8 @@ import pytest
 import render
 import roof
 import torch
-from conftest import EAGER, ROOT, copy_project, load, press_ctrl_c_at, since
+from conftest import EAGER, ROOT, copy_project, load, made_up_gpu, play, press_ctrl_c_at, since
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 MACHINE = {"device": "cpu", "name": "Made Up(R) 9000", "cpu": "Made Up", "capability": "AVX2", "cores": 2, "threads": 2}
@@ -39,12 +41,12 @@ def log(times, losses=None, memory=1.5, rate=0):
     return "\n".join([*lines, f"median of steps 0-1: 1.00 ms, 1 tok/s, peak memory {memory:.2f} GiB\n"])
 
 
-def record(name, passes, before=None, precision="float32", errors=()):
+def record(name, passes, before=None, precision="float32", errors=(), memory=1.5):
     """A row of ladder.json that ran with these times, a list per pass."""
     runs = []
     for number, times in enumerate(passes):
         error = dict(errors).get(number)
-        run = measure.parse(log(times), error or "", 1 if error else 0, len(times))
+        run = measure.parse(log(times, memory=memory), error or "", 1 if error else 0, len(times))
         about = {"pass": number, "started": "2026-01-02T03:04:05+00:00", "cold": number == 0, "process_s": 9.0}
         runs.append(about | run)
     row = {"name": name, "kind": "rung", "before": before, "precision": precision, "command": f"python {name}"}
@@ -345,6 +347,69 @@ def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
         ours[1][-1] += 47 * 32
 
 
+@pytest.fixture(scope="module")
+def watched():
+    """Peer -> (what it did in order, the type of each step's logits), on a CPU that has bf16, nothing compiled."""
+
+    @functools.cache
+    def watched(peer):
+        peers, rung, events, dtypes = load("tools/peers.py"), load("speedup_10_fused_adamw.py"), [], []
+        build, loader = peers.build, rung.DataLoaderLite
+        said = {"clock": time.perf_counter, "next_batch": loader.next_batch, "backward": torch.autograd.backward}
+
+        def saying(name):
+            return lambda *args, **options: (events.append(name), said[name](*args, **options))[1]
+
+        def forward(head, inputs, logits):
+            events.append("forward")
+            dtypes.append(logits.dtype)
+
+        def build_and_look(name):
+            model = build(name)
+            model.lm_head.register_forward_hook(forward)
+            return model
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "compile", lambda *args, **options: (events.append("compile"), args[0])[1])
+            patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+            patch.setattr(peers, "build", build_and_look)
+            patch.setattr(peers, "time", SimpleNamespace(perf_counter=saying("clock")))
+            patch.setattr(loader, "next_batch", saying("next_batch"))
+            patch.setattr(torch.autograd, "backward", saying("backward"))
+            words = f"peers.py {peer} --model nano --batch-size 2 --seq-len 16 --steps 3 --device cpu"
+            patch.setattr("sys.argv", words.split())
+            hook = register_optimizer_step_pre_hook(lambda *_: events.append("step"))
+            peers.main()
+            hook.remove()
+        return events, dtypes
+
+    return watched
+
+
+@pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
+def test_a_peers_step_is_timed_with_its_batch(peer, watched):
+    steps = "".join(f"{event} " for event in watched(peer)[0] if event != "compile").split("clock ")[1::2]
+    if peer == "trainer":  # it fetches one batch ahead, the first two in the first step; after the last it logs the run
+        assert steps.pop() == "" and steps[0].startswith("next_batch ")
+        steps[0] = steps[0].removeprefix("next_batch ")
+    assert [sorted(step.split()) for step in steps] == 3 * [["backward", "forward", "next_batch", "step"]]
+
+
+@pytest.mark.parametrize("peer, fast", [("plain", False), ("compiled", True), ("trainer", True)])
+def test_a_peer_is_compiled_and_in_bf16_if_it_says_so(peer, fast, watched):
+    events, dtypes = watched(peer)
+    assert events.count("compile") == int(fast)
+    assert dtypes == 3 * [torch.bfloat16 if fast else torch.float32]
+
+
+def test_a_peers_clock_waits_for_the_gpu():
+    report = load("tools/peers.py").Report(torch.device("cuda"), tokens=32)
+    with made_up_gpu() as events, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: events.append("clock"))
+        report.clock()
+    assert events == ["synchronize", "clock"]
+
+
 # ---- a measurement of made-up scripts
 
 SCRIPT = """
@@ -387,6 +452,18 @@ def test_the_rows_are_the_twelve_scripts_and_what_is_asked_for():
         ({"peers": True, "branches": True}, ladder + branches + peers),
     ):
         assert [row.name for row in measure.rows(**wanted)] == row_names
+
+
+SETTINGS = {"model": "nano", "batch_size": 2, "seq_len": 16, "steps": 1, "device": "cpu"}
+SCRIPTS = [row.words[0] for row in measure.rows(peers=False, branches=True)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_row_counts_the_tokens_that_its_script_trains_on(script):
+    (row,) = (row for row in measure.rows(peers=False, branches=True) if row.words[0] == script)
+    printed = play(*measure.command(row, SETTINGS))
+    ms, rate = re.search(r"dt +(\S+) ms \| +(\S+) tok/s", printed).groups()
+    assert float(rate.replace(",", "")) * float(ms) / 1000 == pytest.approx(2 * 16, rel=0.05)
 
 
 @pytest.fixture
@@ -602,6 +679,44 @@ def test_the_newest_of_each_device_and_model_is_shown_gpus_first(tmp_path, monke
         (tmp_path / "results" / name).mkdir()
         render.save(tmp_path / "results" / name / "ladder.json", data)
     assert [folder.name for folder in render.newest()] == ["gpu", "large", "new"]
+
+
+def shown(figure):
+    """What a reader sees of a figure: (the label of x, {bar or curve: its lengths or points})."""
+    (axes,) = figure.axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    bars = {}
+    for container in axes.containers:
+        for name, bar in zip(names, container, strict=True):
+            bars.setdefault(name, {})[container.get_label()] = (bar.get_x(), bar.get_width())
+    return axes.get_xlabel(), lines or bars
+
+
+def test_a_figure_shows_each_row_under_its_own_name():
+    data = measurement(record("a.py", [SLOW], memory=3.0), record("b.py", [FAST], "a.py"), float32=0.5)
+    for row, ms in zip(data["rows"], (2.0, 1.0), strict=True):
+        row["profile"] = {"groups_ms": {kind: ms * i for i, kind in enumerate(render.GROUPS)}, "error": None}
+    figures = render.figures(data)
+    unit, speeds = shown(figures["tokens"])
+    assert unit == "tokens per second" and [[*bars.values()] for bars in speeds.values()] == [[(0, 5120)], [(0, 10240)]]
+    assert list(speeds) == ["a.py", "b.py"]
+    assert [text.get_text() for text in figures["tokens"].axes[0].texts] == ["5,120 · 1.00×", "10,240 · 2.00×"]
+    unit, memory = shown(figures["memory"])
+    assert unit == "GiB" and [[*bars.values()] for bars in memory.values()] == [[(0, 3)], [(0, 1.5)]]
+    assert [text.get_text() for text in figures["memory"].axes[0].texts] == ["3.00", "1.50"]
+    unit, curves = shown(figures["loss-steps"])
+    losses = data["rows"][0]["runs"][0]["losses"]
+    assert unit == "step" and curves == {name: (list(range(20)), losses) for name in ("a.py", "b.py")}
+    unit, curves = shown(figures["loss-time"])
+    assert unit.startswith("seconds") and list(curves) == ["a.py", "b.py"]
+    assert (curves["a.py"][0][0], curves["a.py"][0][-1]) == (0, pytest.approx(9 * 0.9 + 10 * 0.1))
+    assert (curves["b.py"][0][0], curves["b.py"][0][-1]) == (0, pytest.approx(9 * 0.9 + 10 * 0.05))
+    unit, kinds = shown(figures["kernels"])
+    assert unit.startswith("milliseconds per step")
+    for name, ms in ("a.py", 2.0), ("b.py", 1.0):
+        lefts = [sum(ms * i for i in range(kind)) for kind in range(len(render.GROUPS))]
+        assert kinds[name] == {kind: (lefts[i], ms * i) for i, kind in enumerate(render.GROUPS)}
 
 
 def test_drawing_again_changes_nothing(tmp_path):

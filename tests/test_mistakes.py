@@ -4,6 +4,8 @@
 of the scripts that have its lines, chosen in turn, `make test-all` in all.
 """
 
+import importlib
+
 import pytest
 from conftest import ROOT, RUNGS, copy_project, since, versions
 from ladder import read_toml
@@ -21,15 +23,23 @@ def plant(mistake, source):
     return source
 
 
+def looked_at(check):
+    """The scripts that a test is run on."""
+    file, name = check.split("[")[0].split(".py::")
+    for mark in getattr(importlib.import_module(file), name).pytestmark:
+        if mark.name == "parametrize" and mark.args[0] == "script":
+            return {getattr(script, "values", [script])[0] for script in mark.args[1]}
+
+
 def places(mistake):
     """The files to plant it in. A definition that several scripts share byte for byte counts once."""
-    file, sources = mistake["file"], {script: (ROOT / script).read_text(encoding="utf-8") for script in RUNGS}
-    if "{script}" not in mistake["check"]:
+    file, check, edits = mistake["file"], mistake["check"], mistake["edits"]
+    if "{script}" not in check:
         return [file]
-    able = [script for script in since(file, among=list(RUNGS)) if plant(mistake, sources[script])]
-    pieces = [name for name, (_, text) in parts(sources[file]).items() if any(old in text for old, _ in mistake["edits"])]
-    found = versions(*pieces, among=able)
-    return found if file in found else [file, *found]
+    sources = {script: (ROOT / script).read_text(encoding="utf-8") for script in since(file, among=list(RUNGS))}
+    able = [script for script in sources if script in looked_at(check) and plant(mistake, sources[script])]
+    edited = [name for name, (_, text) in parts(sources[file]).items() if any(right in text for right, _ in edits)]
+    return sorted({file, *versions(*edited, among=able)}, key=list(RUNGS).index)
 
 
 CASES = []

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 
+import curve
 import numpy as np
 import pytest
 import torch
@@ -133,12 +134,11 @@ def test_best_and_last_are_kept(undisturbed):
 
 def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path, capsys):
     losses = iter([9.0, 8.0, 7.0, 7.5, 7.2])
-    monkeypatch.setattr(train, "evaluate", lambda *args: (next(losses), None, []))
+    monkeypatch.setattr(train, "evaluate", lambda *args: (next(losses, 5.0), None, []))
     folder = save_gpt2(tmp_path / "gpt2")[0]
     args = ["--init-from", folder, "--total-batch-size", 64, "--batch-size", 1, "--data", ROOT / "input.txt"]
     watch(TRAIN, *args, "--steps", 4, "--eval-every", 1, "--checkpoint-dir", tmp_path / "ck")
     assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 2
-    assert next(losses, None) is None
     for steps, later, best in (5, [7.1, 7.05], 2), (6, [7.1, 6.9], 6):  # and a resumed run knows it
         losses = iter(later)
         watch(TRAIN, *args, "--steps", steps, "--eval-every", 1, "--checkpoint-dir", tmp_path / "ck", "--resume")
@@ -359,8 +359,22 @@ def test_pretrain_starts_in_a_folder_of_its_own(run, tmp_path):
 # The run that is committed
 
 
+def test_the_curve_shows_both_losses_under_their_own_names(tmp_path):
+    rows = [{"step": step, "val_loss": loss, "samples": ["x"]} for step, loss in ((0, 11.0), (2, 7.0), (4, 8.0))]
+    rows += [{"step": step, "loss": loss} for step, loss in enumerate((10.0, 9.0, 6.0, 4.0))]
+    rows.sort(key=lambda row: row["step"])
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "machine.json").write_text("{}")
+    _, evaluations = curve.read(tmp_path)
+    assert [row.get("loss") for row in evaluations] == [None, 9.5, 5.0]  # the mean of the steps since the one before
+    assert curve.best(evaluations)["step"] == 2
+    (axes,) = curve.draw(evaluations).axes
+    lines = {line.get_label().split(",")[0]: (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    assert lines == {"validation": ([2, 4], [7.0, 8.0]), "training": ([2, 4], [9.5, 5.0])}
+    assert axes.texts[0].get_text() == "best: 7.000 at step 2" and axes.texts[0].xy == (2, 7.0)
+
+
 def test_the_readme_shows_the_run_in_results(monkeypatch, tmp_path):
-    import curve
     from render import write_svg
 
     (folder,) = (ROOT / "results").glob("pretrain-*")

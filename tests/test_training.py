@@ -20,7 +20,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-
 LOOPS = versions("main", among=list(RUNGS))
 ACCUMULATE = since("ddp_run.py", among=list(RUNGS))
 WORK = {"synchronize", "next_batch", "zero_grad", "forward", "backward", "step"}
@@ -128,7 +127,7 @@ def mathematically(script):
 
 @pytest.mark.parametrize("script", LOOPS)
 def test_a_gpu_computes_in_the_fastest_type_that_it_has(script):
-    """TF32 from compute capability 8.0 on, bf16 where it is not emulated, and no slower kernels for a second run's sake."""
+    """TF32 from compute capability 8.0 on, bf16 where it is not emulated, no kernels that are slow but deterministic."""
     for capability, bf16 in ((7, 5), "emulated"), ((8, 0), "native"), ((9, 0), "native"), ((9, 0), "none"):
         tf32 = script in since(2, among=list(RUNGS)) and capability >= (8, 0)
         dtype = torch.bfloat16 if bf16 == "native" and script in since(3, among=list(RUNGS)) else torch.float32
@@ -210,10 +209,10 @@ def test_each_step_starts_without_the_gradients_of_the_last(script, recorded):
     assert passes == 2 * ["forward", *later]
 
 
-@pytest.mark.parametrize("script", versions("main", among=since(5)))
+@pytest.mark.parametrize("script", versions("main", among=since(5, among=list(RUNGS))))
 def test_the_compile_mode_reaches_the_compiler(script, monkeypatch):
     modes = []
-    monkeypatch.setattr(load(script).GPT, "compile", lambda model, mode: modes.append(mode))
+    monkeypatch.setattr(load(script).GPT, "compile", lambda model, mode, **options: modes.append(mode))
     for arguments, mode in ((), "default"), (("--compile-mode", "max-autotune"), "max-autotune"):
         train(script, 1, *arguments, batch=1, length=8)
         assert modes.pop() == mode
@@ -244,11 +243,12 @@ def test_a_compiled_step_returns_the_loss_and_nothing_else(script):
     assert returned == [[()]]  # one graph, and of it one number
 
 
-def test_modes_with_cuda_graphs_are_not_used_where_gradients_add_up(monkeypatch):
+@pytest.mark.parametrize("script", versions("main", among=ACCUMULATE))
+def test_modes_with_cuda_graphs_are_not_used_where_gradients_add_up(script, monkeypatch):
     modes = []
-    monkeypatch.setattr(load("ddp_run.py").GPT, "compile", lambda model, mode: modes.append(mode))
+    monkeypatch.setattr(load(script).GPT, "compile", lambda model, mode, **options: modes.append(mode))
     for total in (8, 16):
-        train("ddp_run.py", 1, "--compile-mode", "reduce-overhead", batch=1, length=8, total=total)
+        train(script, 1, "--compile-mode", "reduce-overhead", batch=1, length=8, total=total)
     assert modes == ["reduce-overhead", "default"]
 
 
@@ -307,10 +307,11 @@ def test_only_matrices_decay(script):
     assert all(names[p].endswith("bias") or "ln_" in names[p] for p in rest)
 
 
-def test_micro_steps_add_up_to_the_gradient_of_the_whole_batch():
-    whole = train("ddp_run.py", 2, batch=8, length=32, autocast=False)
+@pytest.mark.parametrize("script", versions("main", among=ACCUMULATE))
+def test_micro_steps_add_up_to_the_gradient_of_the_whole_batch(script):
+    whole = train(script, 2, batch=8, length=32, autocast=False)
     for batch in (4, 2, 1):
-        parts = train("ddp_run.py", 2, batch=batch, length=32, total=256, autocast=False)
+        parts = train(script, 2, batch=batch, length=32, total=256, autocast=False)
         for one, many in zip(whole, parts, strict=True):
             assert len(many.losses) == 8 // batch
             assert float(many.printed["loss"]) == pytest.approx(float(one.printed["loss"]), abs=1e-5)
@@ -375,7 +376,8 @@ def test_one_rank_alone_prints_and_writes(script, tmp_path, monkeypatch):
         words += "--checkpoint-dir", folder, "--save-every", 1, "--log", tmp_path / f"{number}.jsonl"
         with rank(number):
             printed = play(script, *words)
-        assert bool(printed) == bool(list(folder.glob("*.pt"))) == (tmp_path / f"{number}.jsonl").exists() == (number == 0)
+        traces = printed, list(folder.glob("*.pt")), (tmp_path / f"{number}.jsonl").exists()
+        assert [bool(trace) for trace in traces] == 3 * [number == 0]
 
 
 @pytest.mark.parametrize("script", DDP)
@@ -403,7 +405,8 @@ def test_each_rank_has_a_gpu_of_its_own_and_text_of_its_own_also_when_it_goes_on
     assert reads == [160]
 
 
-def test_gradients_travel_once_per_step_in_the_last_backward_pass(monkeypatch):
+@pytest.mark.parametrize("script", DDP)
+def test_gradients_travel_once_per_step_in_the_last_backward_pass(script, monkeypatch):
     """In a process group of one rank: what DDP sends, and when, does not depend on who else there is."""
     seen, sent = [], []
 
@@ -427,7 +430,7 @@ def test_gradients_travel_once_per_step_in_the_last_backward_pass(monkeypatch):
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    train("ddp_run.py", 3, total=4 * 2 * 16, **ranks)
+    train(script, 3, total=4 * 2 * 16, **ranks)
     torch.distributed.destroy_process_group()
     assert re.fullmatch("((forward ){4}(send )+){3}", "".join(seen)), seen
-    assert sum(sent) == 3 * sum(p.numel() for p in nano("ddp_run.py").parameters())  # each gradient once per step
+    assert sum(sent) == 3 * sum(p.numel() for p in nano(script).parameters())  # each gradient once per step

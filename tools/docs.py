@@ -238,18 +238,20 @@ class Site:
             lines += [f"make diff-{number}", f"git diff --no-index --word-diff {rung.before} {rung.file}"]
         return "```bash\n" + "\n".join(lines) + "\n```"
 
-    def mistakes(self):
-        """Each mistake of docs/mistakes.toml as the diff that plants it."""
-        shown = []
-        for mistake in read_toml("docs/mistakes.toml")["mistake"]:
-            right = wrong = self.source(mistake["script"])
+    def mistakes(self, kind):
+        """The mistakes of a kind, from tools/mistakes.toml, each with the diff that plants it."""
+        parts = []
+        for mistake in read_toml("tools/mistakes.toml")[kind]:
+            name, harm, file = mistake["name"], mistake["harm"], mistake["file"]
+            right = wrong = self.source(file)
             for old, new in mistake["edits"]:
                 wrong = wrong.replace(old, new)
-            with tempfile.TemporaryDirectory() as folder:
-                for name, source in (("right", right), ("wrong", wrong)):
-                    (Path(folder) / name).write_text(source, encoding="utf-8")
-                shown.append((mistake, read_diff(git_diff("right", "wrong", folder, context=2), right, wrong)[1]))
-        return self.part("mistakes", mistakes=shown, slug=lambda name: re.sub(r"\W+", "-", name).lower())
+            diff = list(difflib.unified_diff(right.splitlines(), wrong.splitlines(), n=0, lineterm=""))[2:]
+            title = name if "_" in name.split()[0] else name[0].upper() + name[1:]
+            parts.append(f'??? bug "{title}: {harm}"\n\n    In `{file}`:\n\n    ```diff\n')
+            parts += [f"    {line}\n" for line in diff if not line.startswith("@@")]
+            parts.append(f"    ```\n\n    Caught by `tests/{mistake['check'].format(script=file)}`\n\n")
+        return "".join(parts)
 
     def label(self, name):
         data = self.results[name]
