@@ -289,8 +289,9 @@ def test_a_full_disk_ends_the_run_and_the_last_good_checkpoint_serves(saved, und
     [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
     ids=["SIGTERM", "SIGINT"],
 )
-def test_a_signal_ends_the_step_and_saves_it(undisturbed, tmp_path, number, status):
-    command = [sys.executable, ROOT / "ddp_run.py", *SIZES, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved"]
+@pytest.mark.parametrize("script", [SAVING[0], *(pytest.param(other, marks=pytest.mark.slow) for other in SAVING[1:])])
+def test_a_signal_ends_the_step_and_saves_it(tmp_path, number, status, script):
+    command = [sys.executable, ROOT / script, *SIZES, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved"]
     with subprocess.Popen(map(str, command), stdout=subprocess.PIPE, text=True, env=os.environ | EAGER) as process:
         lines = []
         for line in process.stdout:

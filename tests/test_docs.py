@@ -231,9 +231,9 @@ def test_every_mistake_is_on_its_page(soup):
     assert list(kinds) == ["silent", "slow", "unsafe"]
     assert groups == ["Silently wrong", "Slower than it looks", "Unsafe"]
     mistakes = [(group, mistake) for group, kind in zip(groups, kinds, strict=True) for mistake in kinds[kind]]
-    for shown, (group, mistake) in zip(page.select("details.bug"), mistakes, strict=True):
+    for shown, (group, mistake) in zip(page.select("details.quote"), mistakes, strict=True):
         assert shown.find_previous("h2").find(string=True).strip() == group
-        assert shown.summary.text.lower() == f"{mistake['name']}: {mistake['harm']}".lower()
+        assert shown.summary.text.lower() == f"{mistake['name']}. {mistake['harm']}.".lower()
         assert f"tests/{mistake['check'].replace('{script}', mistake['file'])}" in shown.text
         assert shown.select(".gd, .gi")
         changed = [(right, wrong) for right, wrong in mistake["edits"] if right.count("\n") == wrong.count("\n") == 0]

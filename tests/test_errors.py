@@ -5,7 +5,7 @@ import resource
 import shutil
 
 import pytest
-from conftest import EAGER, ROOT, SCRIPTS
+from conftest import EAGER, ROOT, SCRIPTS, since
 
 WRONG = {
     "no such file": (["--data", "nowhere.txt"], "nowhere.txt"),
@@ -57,7 +57,9 @@ def folder(tmp_path):
 
 
 CASES = [(script, case) for case in WRONG for script in ("baseline.py", "ddp_run.py")]
-CASES += [("ddp_run.py", case) for case in WRONG_TOTAL] + [(script, "no such file") for script in SCRIPTS[1:]]
+CASES += [(script, case) for case in WRONG_TOTAL for script in since("ddp_run.py")] + [
+    (script, "no such file") for script in SCRIPTS[1:]
+]
 
 
 @pytest.mark.parametrize("script, case", dict.fromkeys(CASES))

@@ -27,8 +27,10 @@ def looked_at(check):
     """The scripts that a test is run on."""
     file, name = check.split("[")[0].split(".py::")
     for mark in getattr(importlib.import_module(file), name).pytestmark:
-        if mark.name == "parametrize" and mark.args[0] == "script":
-            return {getattr(script, "values", [script])[0] for script in mark.args[1]}
+        if mark.name == "parametrize" and mark.args[0].startswith("script"):  # or "script, case"
+            return {
+                script if isinstance(script, str) else getattr(script, "values", script)[0] for script in mark.args[1]
+            }
 
 
 def places(mistake):

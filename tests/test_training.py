@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 LOOPS = versions("main", among=list(RUNGS))
+FSDP = "branches/fsdp_run.py"
 ACCUMULATE = since("ddp_run.py", among=list(RUNGS))
 WORK = {"synchronize", "next_batch", "zero_grad", "forward", "backward", "step"}
 
@@ -127,7 +128,7 @@ def mathematically(script):
 
 @pytest.mark.parametrize("script", LOOPS)
 def test_a_gpu_computes_in_the_fastest_type_that_it_has(script):
-    """TF32 from compute capability 8.0 on, bf16 where it is not emulated, no kernels that are slow but deterministic."""
+    """TF32 from compute capability 8.0 on, bf16 where it is not emulated, no slow, deterministic kernels."""
     for capability, bf16 in ((7, 5), "emulated"), ((8, 0), "native"), ((9, 0), "native"), ((9, 0), "none"):
         tf32 = script in since(2, among=list(RUNGS)) and capability >= (8, 0)
         dtype = torch.bfloat16 if bf16 == "native" and script in since(3, among=list(RUNGS)) else torch.float32
@@ -272,9 +273,9 @@ def test_a_norm_under_1_is_left_alone(script, monkeypatch):
     assert step.norm == pytest.approx(float(step.printed["norm"]), abs=1e-4)
 
 
-@pytest.mark.parametrize("script", versions("get_lr", among=since(9)))
+@pytest.mark.parametrize("script", versions("get_lr", among=since(9, among=list(RUNGS))))
 def test_the_learning_rate_warms_up_and_falls_along_a_cosine(script):
-    get_lr = load(script).get_lr
+    get_lr = functools.partial(load(script).get_lr, warmup_steps=10)
     assert get_lr(0, 50) == pytest.approx(6e-5)
     assert get_lr(9, 50) == pytest.approx(6e-4)
     assert get_lr(10, 50) == pytest.approx(6e-4)
@@ -348,6 +349,9 @@ def rank(number, world_size=2):
         patch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(world_size))
         patch.setattr(dist, "all_gather_object", lambda out, mine: out.__setitem__(slice(None), [mine] * world_size))
         patch.setattr(torch.nn.parallel, "DistributedDataParallel", Alike)
+        patch.setattr(dist, "init_device_mesh", lambda *args: None)
+        patch.setattr(load(FSDP), "fully_shard", lambda part, mesh: part)  # a slice of everything is everything
+        patch.setattr(torch.Tensor, "full_tensor", lambda tensor: tensor, raising=False)
         patch.setattr("sys.stdout", sys.stdout)  # main() silences all ranks but the first
         try:
             yield
@@ -356,10 +360,11 @@ def rank(number, world_size=2):
                 dist.destroy_process_group()
 
 
-DDP = [script for script in versions("main", among=ACCUMULATE) if "FSDP" not in RUNGS[script].idea]
+RANKED = versions("main", among=ACCUMULATE)
+DDP = [script for script in RANKED if "FSDP" not in RUNGS[script].idea]
 
 
-@pytest.mark.parametrize("script", DDP)
+@pytest.mark.parametrize("script", RANKED)
 def test_the_printed_loss_is_the_mean_over_the_ranks(script):
     with rank(0):
         steps = train(script, 2, total=128)  # two micro-steps on each of two ranks
@@ -367,7 +372,7 @@ def test_the_printed_loss_is_the_mean_over_the_ranks(script):
         assert float(step.printed["loss"]) == pytest.approx(sum(step.losses) / 2, abs=1e-5)
 
 
-@pytest.mark.parametrize("script", DDP)
+@pytest.mark.parametrize("script", RANKED)
 def test_one_rank_alone_prints_and_writes(script, tmp_path, monkeypatch):
     monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (9.0, None, []))
     for number in (1, 0):
@@ -380,7 +385,7 @@ def test_one_rank_alone_prints_and_writes(script, tmp_path, monkeypatch):
         assert [bool(trace) for trace in traces] == 3 * [number == 0]
 
 
-@pytest.mark.parametrize("script", DDP)
+@pytest.mark.parametrize("script", RANKED)
 def test_each_rank_has_a_gpu_of_its_own_and_text_of_its_own_also_when_it_goes_on(script, tmp_path, monkeypatch):
     module, models, reads = load(script), [], []
     to, next_batch = module.GPT.to, module.DataLoaderLite.next_batch

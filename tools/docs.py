@@ -247,8 +247,8 @@ class Site:
             for old, new in mistake["edits"]:
                 wrong = wrong.replace(old, new)
             diff = list(difflib.unified_diff(right.splitlines(), wrong.splitlines(), n=0, lineterm=""))[2:]
-            title = name if "_" in name.split()[0] else name[0].upper() + name[1:]
-            parts.append(f'??? bug "{title}: {harm}"\n\n    In `{file}`:\n\n    ```diff\n')
+            name = name if "_" in name.split()[0] else name[0].upper() + name[1:]
+            parts.append(f'??? quote "{name}. {harm[0].upper()}{harm[1:]}."\n\n    In `{file}`:\n\n    ```diff\n')
             parts += [f"    {line}\n" for line in diff if not line.startswith("@@")]
             parts.append(f"    ```\n\n    Caught by `tests/{mistake['check'].format(script=file)}`\n\n")
         return "".join(parts)
