@@ -166,7 +166,7 @@ def test_what_is_not_finite_ends_the_run_and_is_not_saved(script, what, tmp_path
 
     monkeypatch.setattr(load(script).GPT, "forward", forward)
     monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (9.0, None, []))
-    words = ["--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md"]
+    words = ["--steps", 2, "--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md"]
     if script in ACCUMULATE:
         words += ["--total-batch-size", 8, "--checkpoint-dir", tmp_path, "--save-every", 1]
     refused(script, "--device", "cpu", *words, status=1, says="the loss .*is not finite at step 0")
