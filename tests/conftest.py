@@ -92,7 +92,7 @@ def pytest_configure(config):
 
 
 # The files that take longest. They begin first, so that all workers end together.
-LONGEST = [f"test_{name}.py" for name in "commands scripts measure docs ranks pretrain numerics mistakes model".split()]
+LONGEST = [f"test_{name}.py" for name in "commands mistakes scripts measure docs ranks pretrain numerics model".split()]
 
 
 def pytest_collection_modifyitems(items):

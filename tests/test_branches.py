@@ -1,5 +1,6 @@
 """fp16 skips a step whose gradient overflows; every attention kernel computes the same."""
 
+import functools
 import math
 import re
 
@@ -38,6 +39,16 @@ def test_a_step_whose_gradient_overflows_is_skipped_and_said(monkeypatch):
     assert len(left) == 2 + 1  # AdamW took steps 0 and 2, and the last one changed nothing after it
     assert any(not torch.equal(a, b) for a, b in zip(left[0], left[1], strict=True))
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(left[1], left[2], strict=True))
+
+
+def test_a_scale_that_grows_is_no_skipped_step(monkeypatch):
+    """It doubles after 2,000 good steps; here after 2."""
+    monkeypatch.setattr(
+        torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=1024.0, growth_interval=2)
+    )
+    lines, _ = train(monkeypatch, 4)
+    assert [line["scale"] for line in lines] == ["1024", "2048", "2048", "4096"]
+    assert not any(line["skipped"] for line in lines)
 
 
 def test_it_learns(monkeypatch):

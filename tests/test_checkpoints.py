@@ -162,6 +162,25 @@ def test_it_keeps_the_newest(tmp_path, keep):
     assert names(tmp_path) == ["step_00000006.pt", "step_00000008.pt"][-keep:]
 
 
+@pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
+def test_the_newest_is_found_whatever_the_number_of_its_digits(tmp_path, script):
+    for step in (999, 1000, 20_000):
+        load(script).save_checkpoint(tmp_path, 2, {"step": step})
+        assert load(script).load_checkpoint(tmp_path) == {"step": step}
+
+
+@pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
+def test_a_checkpoint_of_a_gpu_is_read_where_there_is_none(tmp_path, monkeypatch, script):
+    """And with several GPUs not into the first of them by every rank."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        load(script).save_checkpoint(tmp_path, 1, {"step": 1, "weight": torch.ones(3)})
+    try:
+        assert load(script).load_checkpoint(tmp_path)["weight"].device.type == "cpu"
+    except ValueError as error:
+        pytest.fail(str(error))
+
+
 def damage(path, how):
     if how == "cut short":
         os.truncate(path, path.stat().st_size - 1000)

@@ -45,6 +45,7 @@ def test_an_exported_model_has_the_same_logits_and_gpt2s_tokenizer(trained, expo
     with torch.no_grad():
         theirs = hf(idx).logits
         torch.testing.assert_close(theirs, ours(idx)[..., :50257], atol=1e-5, rtol=1e-5)
+        assert torch.equal(hf.train()(idx).logits, theirs)  # no dropout for whoever trains it on, either
     assert theirs.shape[-1] == 50257 and theirs.std() > 0.1
     assert (exported / "model.safetensors").exists()
     tokenizer = AutoTokenizer.from_pretrained(exported)

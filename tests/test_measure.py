@@ -16,6 +16,7 @@ import time
 from types import SimpleNamespace
 
 import kernels
+import machine
 import measure
 import pytest
 import render
@@ -211,6 +212,23 @@ def test_a_product_is_timed_with_the_device_waited_for(monkeypatch):
     assert events[0::2] == ["wait"] * (len(events) // 2) and events[1::2] == ["clock"] * (len(events) // 2)
 
 
+def test_the_roof_has_as_many_threads_as_the_scripts(monkeypatch):
+    seen, threads = [], torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        roof.seconds("seen.append(threads())", torch.device("cpu"), seen=seen, threads=torch.get_num_threads)
+    finally:
+        torch.set_num_threads(threads)
+    assert set(seen) == {2}
+
+
+def test_the_machine_is_described_with_all_its_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, 80 * 2**30))  # free, and in all
+    with made_up_gpu():
+        found = machine.describe(torch.device("cuda"))
+    assert (found["name"], found["device_memory_gib"], found["capability"]) == ("Made Up GPU", 80.0, "9.0")
+
+
 # ---- where the time goes
 
 
@@ -400,6 +418,13 @@ def test_a_peer_is_compiled_and_in_bf16_if_it_says_so(peer, fast, watched):
     events, dtypes = watched(peer)
     assert events.count("compile") == int(fast)
     assert dtypes == 3 * [torch.bfloat16 if fast else torch.float32]
+
+
+def test_the_peers_have_the_attention_that_transformers_takes_by_default():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    kind = load("tools/peers.py").build("nano").config._attn_implementation
+    assert kind == GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8)).config._attn_implementation == "sdpa"
 
 
 def test_a_peers_clock_waits_for_the_gpu():
@@ -744,10 +769,15 @@ def test_the_readme_and_its_figures_are_those_of_the_results(tmp_path):
     start, end = readme.index(render.BEGIN) + len(render.BEGIN), readme.index(render.END)
     copy = copy_project(tmp_path / "project")
     shutil.rmtree(copy / "docs")
+    (copy / "docs" / "img").mkdir(parents=True)
+    (copy / "docs" / "img" / "a-users-own.svg").touch()
+    (copy / "docs" / "img" / "an-older-one-tokens.svg").touch()
     words = [sys.executable, "tools/render.py", *shown]
     done = subprocess.run(words, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (copy / "README.md").read_text(encoding="utf-8")[start:end] == readme[start:end]
+    assert (copy / "docs" / "img" / "a-users-own.svg").exists()
+    (copy / "docs" / "img" / "a-users-own.svg").unlink()
     drawn = {ROOT / path.relative_to(copy): path.read_bytes() for path in (copy / "docs" / "img").iterdir()}
     assert sorted(drawn) == sorted(kept)
     if sys.version_info >= (3, 11):  # before it another matplotlib draws

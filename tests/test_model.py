@@ -12,6 +12,8 @@ import torch
 from conftest import MODEL, ROOT, SCRIPTS, STEP, load, nano, play, save_gpt2, since, versions
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 LOADED = [script for script in SCRIPTS if script in {*MODEL, *versions("GPT.from_pretrained")}]
 GPT2_PARAMETERS = {"baseline.py": 163_037_184} | dict.fromkeys(since(1, 7), 124_439_808)
@@ -100,6 +102,23 @@ def test_a_later_token_never_changes_an_earlier_logit(script):
         after = model(changed)
     assert torch.equal(before[:, :10], after[:, :10])
     assert all(not torch.equal(before[:, t], after[:, t]) for t in range(10, 16))  # and every later one
+
+
+@pytest.mark.parametrize("script", since(6, 8))  # all versions of the model since flash attention came
+def test_flash_attention_is_given_no_matrix_of_tokens_by_tokens(script):
+    """Not of scores, nor a mask, with which a GPU would take a slower kernel."""
+    T, sizes = 256, []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+            out = call(*args, **kwargs or {})
+            sizes.extend(tensor.numel() for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor))
+            return out
+
+    attention = load(script).CausalSelfAttention(load(script).GPTConfig(n_head=2, n_embd=32))
+    with Sizes():
+        attention(torch.randn(1, T, 32))
+    assert 3 * 32 * T <= max(sizes) < T * T
 
 
 @pytest.mark.parametrize("script", MODEL)

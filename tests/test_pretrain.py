@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.tensorboard
 from checkpoint import load_model
 from conftest import BF16_CPU, EAGER, ROOT, save_gpt2, watch
 from fineweb import write_shard
@@ -158,6 +159,32 @@ def test_a_run_goes_on_with_the_same_batches_and_rates_or_not_at_all(monkeypatch
     args += ["--checkpoint-dir", tmp_path / "ck"]
     watch(TRAIN, *args[2:], "--steps", 1)
     refused(TRAIN, *args, "--steps", 2, "--resume", option, other, says=f"checkpoints of another task, with .*{option}")
+
+
+def test_a_run_that_begins_again_leaves_nothing_of_the_first_try(monkeypatch, tmp_path):
+    """Its log, whatever the samples hold, goes on where the checkpoint is, and so does TensorBoard."""
+    monkeypatch.setattr(train, "evaluate", lambda *args: (math.inf, None, ["漢字 🙂"]))
+    purged, real = [], torch.utils.tensorboard.SummaryWriter
+
+    def writer(folder, purge_step):
+        purged.append(purge_step)
+        return real(folder, purge_step=purge_step)
+
+    monkeypatch.setattr(torch.utils.tensorboard, "SummaryWriter", writer)
+    args = ["--batch-size", 1, "--seq-len", 8, "--total-batch-size", 8, "--data", ROOT / "README.md", "--resume"]
+    args += ["--checkpoint-dir", tmp_path / "ck", "--log", tmp_path / "log.jsonl", "--tensorboard", tmp_path / "tb"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, "save_checkpoint", lambda *args: exec("raise KeyboardInterrupt"))
+        watch(TRAIN, *args, "--steps", 3, "--save-every", 2)
+    watch(TRAIN, *args, "--steps", 3, "--save-every", 2)
+    (tmp_path / "ck" / "step_00000003.pt").unlink()
+    watch(TRAIN, *args, "--steps", 3, "--save-every", 2)
+    assert purged == [0, 0, 2]
+    lines = (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    assert all(line.startswith("{") and line.endswith("}") for line in lines)
+    log = records(tmp_path / "log.jsonl")
+    assert [row["step"] for row in log if "loss" in row] == [0, 1, 2]
+    assert [row["samples"] for row in log if "samples" in row] == 2 * [["漢字 🙂"]]
 
 
 class Alike(torch.nn.Module):

@@ -62,6 +62,12 @@ def test_an_edit_reaches_every_later_file_and_nothing_else_changes(clone):
     assert clone.texts() == before | after
 
 
+def test_an_edit_that_is_staged_is_an_edit(clone):
+    clone.edit("speedup_03_bf16.py", *SHARED)
+    clone.git("add", "speedup_03_bf16.py")
+    assert clone.propagate("speedup_03_bf16.py").stdout.splitlines() == says(above(3), "carried")
+
+
 def test_down_reaches_the_earlier_files_as_well(clone):
     before = clone.texts()
     clone.edit("speedup_03_bf16.py", *SHARED)

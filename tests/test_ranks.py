@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import allreduce
 import psutil
@@ -331,6 +332,23 @@ def test_slurm_starts_a_torchrun_per_machine_and_queues_again_what_it_must_stop(
 def test_the_arithmetic_of_the_all_reduce():
     assert allreduce.speed_up(2, step_ms=1000, gradient_bytes=5e8, bus_gb_s=10) == pytest.approx(1000 / (500 + 50))
     assert allreduce.speed_up(8, step_ms=1000, gradient_bytes=5e8, bus_gb_s=10) == pytest.approx(1000 / (125 + 87.5))
+
+
+def test_the_bandwidth_of_a_bus_does_not_depend_on_the_number_of_ranks(monkeypatch, capsys):
+    """In a ring of 4 each rank sends and receives 3/4 of the bytes twice; it takes half a second."""
+    clock = iter([read for _ in range(15) for read in (0.0, 0.5)])
+    for name, answer in ("init_process_group", None), ("get_rank", 0), ("get_world_size", 4), ("barrier", None):
+        monkeypatch.setattr(dist, name, lambda *args, answer=answer: answer)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(allreduce, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("sys.argv", ["allreduce.py", "--model", "gpt2", "--device", "cpu"])
+    allreduce.main()
+    megabytes = 4 * 124_475_904 / 1e6
+    printed = capsys.readouterr().out
+    assert f"gpt2: {megabytes:,.1f} MB of gradients between 4 ranks" in printed
+    assert f"500.00 ms (quartiles 500.00-500.00), bus {1.5 * megabytes / 1000 / 0.5:.2f} GB/s" in printed
 
 
 @pytest.mark.slow

@@ -248,9 +248,10 @@ def test_a_compiled_step_returns_the_loss_and_nothing_else(script):
 def test_modes_with_cuda_graphs_are_not_used_where_gradients_add_up(script, monkeypatch):
     modes = []
     monkeypatch.setattr(load(script).GPT, "compile", lambda model, mode, **options: modes.append(mode))
-    for total in (8, 16):
-        train(script, 1, "--compile-mode", "reduce-overhead", batch=1, length=8, total=total)
-    assert modes == ["reduce-overhead", "default"]
+    for mode in ("reduce-overhead", "max-autotune"):
+        for total in (8, 16):
+            train(script, 1, "--compile-mode", mode, batch=1, length=8, total=total)
+    assert modes == ["reduce-overhead", "default", "max-autotune", "default"]
 
 
 @pytest.mark.parametrize("script", [*clips(), TRAIN])
@@ -383,6 +384,18 @@ def test_one_rank_alone_prints_and_writes(script, tmp_path, monkeypatch):
             printed = play(script, *words)
         traces = printed, list(folder.glob("*.pt")), (tmp_path / f"{number}.jsonl").exists()
         assert [bool(trace) for trace in traces] == 3 * [number == 0]
+
+
+@pytest.mark.parametrize("script", RANKED)
+def test_a_signal_to_one_rank_ends_all_in_the_same_step(script, tmp_path, monkeypatch):
+    """Here the other rank gets it: this one learns of it from the sum over the ranks."""
+    monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (math.inf, None, []))
+    words = "--steps", 4, "--batch-size", 2, "--seq-len", 16, "--total-batch-size", 64, "--data", ROOT / "README.md"
+    with rank(0), monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
+        patch.setattr(torch.distributed, "all_reduce", lambda report: report.add_(torch.tensor([0.0, 1.0])))
+        play(script, *words, "--checkpoint-dir", tmp_path)
+    assert exit.value.code == 143
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["step_00000001.pt"]
 
 
 @pytest.mark.parametrize("script", RANKED)
