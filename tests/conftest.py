@@ -305,6 +305,12 @@ def made_up_gpu(events=None, capability=(9, 0), bf16="native", count=1):
 
 
 @pytest.fixture
+def no_evaluation(monkeypatch):
+    """pretrain/train.py evaluates nothing."""
+    monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (float("inf"), None, []))
+
+
+@pytest.fixture
 def refused(monkeypatch, capfd):
     """Run a script's main() in this process, which must end with one line on stderr that says why: what it printed."""
 
@@ -367,7 +373,7 @@ def verdict(monkeypatch, tmp_path):
 
     def verdict(root, *words):
         seen, ours, path = Seen(), modules_of(ROOT), list(sys.path)
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
         deterministic = torch.are_deterministic_algorithms_enabled()
         for name in ours:
             del sys.modules[name]
@@ -379,7 +385,10 @@ def verdict(monkeypatch, tmp_path):
             patch.chdir(root)
             patch.setattr(sys, "path", [entry for entry in path if ".venv" in entry or not entry.startswith(str(ROOT))])
             patch.setattr(sys, "dont_write_bytecode", True)
+            signal.signal(signal.SIGALRM, signal.default_int_handler)  # Ctrl-C, if a mistake makes it run on and on
+            signal.alarm(300)
             status = pytest.main([str(word) for word in words], plugins=[seen])
+            signal.alarm(0)
         for name in modules_of(root):
             del sys.modules[name]
         sys.modules.update(ours)

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import os
 import pickle
 import resource
@@ -20,17 +19,14 @@ SIZES = ["--model", "nano", "--seq-len", 32, "--batch-size", 2, "--total-batch-s
 SIZES += ["--data", ROOT / "README.md"]  # any text will do, and a short one is soon tokenized
 
 
+SCHEDULE = ["--warmup-steps", 10, "--eval-every", 1000]  # of pretrain/train.py
+pytestmark = pytest.mark.usefixtures("no_evaluation")
 SAVING = since("ddp_run.py", among=list(RUNGS))
 
 
 def train(steps, *args, script="ddp_run.py"):
-    """Steps of a short run in this process, uncompiled. What pretrain/train.py evaluates is left out."""
-    words = *SIZES, "--steps", steps, *args
-    if script != TRAIN:
-        return watch(script, *words)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load(TRAIN), "evaluate", lambda *args: (math.inf, None, []))
-        return watch(script, *words, "--warmup-steps", 10, "--eval-every", 1000)
+    """Steps of a short run in this process, uncompiled."""
+    return watch(script, *SIZES, "--steps", steps, *args, *SCHEDULE * (script == TRAIN))
 
 
 def curve(steps):
@@ -93,8 +89,7 @@ def no_start(refused, script, monkeypatch):
     """A run of these sizes that must be refused."""
     module = load(script)
     monkeypatch.setitem(module.MODELS, "gpt2", module.GPTConfig(n_layer=1, n_head=1, n_embd=8))
-    schedule = ["--warmup-steps", 10] if script == TRAIN else []
-    return functools.partial(refused, script, "--device", "cpu", *SIZES, "--steps", 8, *schedule)
+    return functools.partial(refused, script, "--device", "cpu", *SIZES, "--steps", 8, *SCHEDULE * (script == TRAIN))
 
 
 @pytest.mark.parametrize("script", SAVING)

@@ -1,7 +1,6 @@
 """A model exported to Hugging Face keeps its logits; samples are what `transformers` would write."""
 
 import copy
-import os
 import signal
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from checkpoint import load_model
 from conftest import ROOT, load, save_gpt2, watch
+from test_checkpoints import Command
 from test_corpus import END, TRAIN, encode, train, uneven
 
 sample = load("tools/sample.py")
@@ -69,14 +69,6 @@ def test_the_export_touches_no_folder_that_is_there(refused, trained, tmp_path):
     refused("tools/export_hf.py", trained, tmp_path / "mine", says=".* exists already$")
     refused("tools/export_hf.py", tmp_path / "mine" / "notes.txt", tmp_path / "new")
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]
-
-
-class Command:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("name", ["best.pt", "step_00000001.pt", "a model.pt"])

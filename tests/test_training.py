@@ -1,7 +1,7 @@
 """The training loop, seen from inside: clock, seed, gradients, clipping, learning rate.
 
-The clock is read after the device has finished, gradients start from zero and travel once per step, and the printed
-rate, norm and learning rate are the ones used.
+The clock is read after the device has finished, on a made-up GPU too, gradients start from zero and travel once per
+step, and the printed rate, norm and learning rate are the ones used.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+pytestmark = pytest.mark.usefixtures("no_evaluation")
 LOOPS = versions("main", among=list(RUNGS))
 FSDP = "branches/fsdp_run.py"
 ACCUMULATE = since("ddp_run.py", among=list(RUNGS))
@@ -27,15 +28,11 @@ WORK = {"synchronize", "next_batch", "zero_grad", "forward", "backward", "step"}
 
 
 def train(script, steps, *args, batch=2, length=16, total=None, **options):
-    """The steps of a short run of nano. What pretrain/train.py evaluates is left out."""
+    """The steps of a short run of nano."""
     args += ("--data", ROOT / "README.md", "--steps", steps, "--batch-size", batch, "--seq-len", length)
     if script in ACCUMULATE:
         args += ("--total-batch-size", total or batch * length)
-    if script != TRAIN:
-        return watch(script, *args, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load(TRAIN), "evaluate", lambda *args: (9.0, None, []))
-        return watch(script, *args, "--warmup-steps", 10, **options)
+    return watch(script, *args, *["--warmup-steps", 10] * (script == TRAIN), **options)
 
 
 def record(script, device):
@@ -145,7 +142,6 @@ def test_the_summary_is_the_median_of_the_steady_steps(script, monkeypatch):
     reads = [read for ms in took for read in (0, ms / 1000)]
     clock = iter([0, 0, *reads, 0, 0] if script == TRAIN else reads)  # which times two evaluations, too
     monkeypatch.setattr(load(script), "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (9.0, None, []))
     words = "--model", "nano", "--steps", 6, "--batch-size", 2, "--seq-len", 16, "--data", ROOT / "README.md"
     words += ("--total-batch-size", 64) if script in ACCUMULATE else ()
     with made_up_gpu():
@@ -165,7 +161,6 @@ def test_what_is_not_finite_ends_the_run_and_is_not_saved(script, what, tmp_path
         return zero + math.inf if what == "loss" else zero.sqrt()  # whose slope at 0 is infinite
 
     monkeypatch.setattr(load(script).GPT, "forward", forward)
-    monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (9.0, None, []))
     words = ["--steps", 2, "--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md"]
     if script in ACCUMULATE:
         words += ["--total-batch-size", 8, "--checkpoint-dir", tmp_path, "--save-every", 1]
@@ -182,7 +177,6 @@ def test_a_step_takes_half_a_million_tokens_unless_told(script, monkeypatch, ref
 
     monkeypatch.setitem(module.MODELS, "gpt2", module.GPTConfig(n_layer=1, n_head=1, n_embd=8))
     monkeypatch.setattr(module.DataLoaderLite, "next_batch", stop)
-    monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (9.0, None, []))
     for model, sizes in (
         ("gpt2", "524288 tokens per step = 128 micro-steps * B 4 * T 1024 * 1 ranks"),
         ("nano", "4096 tokens per step = 8 micro-steps * B 4 * T 128 * 1 ranks"),
@@ -375,7 +369,6 @@ def test_the_printed_loss_is_the_mean_over_the_ranks(script):
 
 @pytest.mark.parametrize("script", RANKED)
 def test_one_rank_alone_prints_and_writes(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (9.0, None, []))
     for number in (1, 0):
         folder = tmp_path / str(number)
         words = "--steps", 2, "--batch-size", 2, "--seq-len", 16, "--total-batch-size", 64, "--data", ROOT / "README.md"
@@ -389,7 +382,6 @@ def test_one_rank_alone_prints_and_writes(script, tmp_path, monkeypatch):
 @pytest.mark.parametrize("script", RANKED)
 def test_a_signal_to_one_rank_ends_all_in_the_same_step(script, tmp_path, monkeypatch):
     """Here the other rank gets it: this one learns of it from the sum over the ranks."""
-    monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (math.inf, None, []))
     words = "--steps", 4, "--batch-size", 2, "--seq-len", 16, "--total-batch-size", 64, "--data", ROOT / "README.md"
     with rank(0), monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
         patch.setattr(torch.distributed, "all_reduce", lambda report: report.add_(torch.tensor([0.0, 1.0])))
@@ -407,7 +399,6 @@ def test_each_rank_has_a_gpu_of_its_own_and_text_of_its_own_also_when_it_goes_on
         module.DataLoaderLite, "next_batch", lambda loader: (reads.append(loader.position), next_batch(loader))[1]
     )
     monkeypatch.setattr(module, "save_checkpoint", lambda folder, keep, state: saved.append(state))
-    monkeypatch.setattr(module, "evaluate", lambda *args: (math.inf, None, []), raising=False)
     words = "--batch-size", 2, "--seq-len", 16, "--total-batch-size", 64, "--data", ROOT / "README.md"
     words += "--model", "nano", "--checkpoint-dir", tmp_path / "saved"
     saved = []
