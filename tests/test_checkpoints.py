@@ -298,14 +298,30 @@ def test_a_full_disk_ends_the_run_and_the_last_good_checkpoint_serves(saved, und
     assert "unfinished.tmp" not in names(saved)
 
 
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("script", versions("main", among=SAVING))
+def test_a_signal_lets_the_step_end_and_be_saved(tmp_path, monkeypatch, number, status, script):
+    loader, batches = load(script).DataLoaderLite, []
+    next_batch = loader.next_batch
+
+    def send(*args):
+        batches.append(args)
+        if len(batches) == 3:  # the first micro-step of the second step
+            os.kill(os.getpid(), number)
+        return next_batch(*args)
+
+    monkeypatch.setattr(loader, "next_batch", send)
+    signal.signal(number, lambda *_: pytest.fail("the step was not ended"))
+    with pytest.raises(SystemExit) as exit:
+        train(8, "--checkpoint-dir", tmp_path, script=script)
+    assert exit.value.code == status and len(batches) == 4 and names(tmp_path) == ["step_00000002.pt"]
+
+
 @pytest.mark.parametrize(
-    "number, status",
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
-    ids=["SIGTERM", "SIGINT"],
+    "number, status", [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("script", [SAVING[0], *(pytest.param(other, marks=pytest.mark.slow) for other in SAVING[1:])])
-def test_a_signal_ends_the_step_and_saves_it(tmp_path, number, status, script):
-    command = [sys.executable, ROOT / script, *SIZES, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved"]
+def test_a_signal_ends_a_run_of_its_own_and_saves_it(tmp_path, number, status):
+    command = [sys.executable, ROOT / "ddp_run.py", *SIZES, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved"]
     with subprocess.Popen(map(str, command), stdout=subprocess.PIPE, text=True, env=os.environ | EAGER) as process:
         lines = []
         for line in process.stdout:
