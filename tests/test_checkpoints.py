@@ -317,9 +317,8 @@ def test_a_signal_lets_the_step_end_and_be_saved(tmp_path, monkeypatch, number, 
     assert exit.value.code == status and len(batches) == 4 and names(tmp_path) == ["step_00000002.pt"]
 
 
-@pytest.mark.parametrize(
-    "number, status", [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_run_of_its_own_and_saves_it(tmp_path, number, status):
     command = [sys.executable, ROOT / "ddp_run.py", *SIZES, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved"]
     with subprocess.Popen(map(str, command), stdout=subprocess.PIPE, text=True, env=os.environ | EAGER) as process:
