@@ -17,8 +17,6 @@ from conftest import EAGER, ROOT, RUNGS, STEP, SUMMARY, TRAIN, load, nano, since
 
 SIZES = ["--model", "nano", "--seq-len", 32, "--batch-size", 2, "--total-batch-size", 128]
 SIZES += ["--data", ROOT / "README.md"]  # any text will do, and a short one is soon tokenized
-
-
 SCHEDULE = ["--warmup-steps", 10, "--eval-every", 1000]  # of pretrain/train.py
 pytestmark = pytest.mark.usefixtures("no_evaluation")
 SAVING = since("ddp_run.py", among=list(RUNGS))

@@ -212,7 +212,7 @@ def test_a_product_is_timed_with_the_device_waited_for(monkeypatch):
     assert events[0::2] == ["wait"] * (len(events) // 2) and events[1::2] == ["clock"] * (len(events) // 2)
 
 
-def test_the_roof_has_as_many_threads_as_the_scripts(monkeypatch):
+def test_the_roof_has_as_many_threads_as_the_scripts():
     seen, threads = [], torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -397,8 +397,10 @@ def watched():
             words = f"peers.py {peer} --model nano --batch-size 2 --seq-len 16 --steps 3 --device cpu"
             patch.setattr("sys.argv", words.split())
             hook = register_optimizer_step_pre_hook(lambda *_: events.append("step"))
-            peers.main()
-            hook.remove()
+            try:
+                peers.main()
+            finally:
+                hook.remove()
         return events, dtypes
 
     return watched

@@ -201,7 +201,7 @@ class Alike(torch.nn.Module):
         return logits if targets is None else F.cross_entropy(logits[..., :50257].view(-1, 50257), targets.view(-1))
 
 
-def test_an_evaluation_needs_no_gradient_and_its_samples_are_four_texts(tmp_path):
+def test_an_evaluation_needs_no_gradient_and_its_samples_are_four_texts():
     """Whatever the model would rather say."""
     model, loader = Alike(), train.DataLoaderLite(ROOT / "README.md", 4, 16)
     loss, accuracy, samples = train.evaluate(model, loader, [], encode("To be"), 1337, torch.device("cpu"), 100)

@@ -69,10 +69,10 @@ def pair_page(before, after):
     return f"compare/{Path(before).stem}--{Path(after).stem}.html"
 
 
-def git_diff(before, after, folder=ROOT, context=3):
+def git_diff(before, after):
     """What `git diff --no-index BEFORE AFTER` prints, whatever the reader's own git is set to."""
-    command = ["git", "diff", "--no-index", f"--unified={context}", before, after]
-    done = subprocess.run(command, cwd=folder, env=PLAIN_GIT, capture_output=True, encoding="utf-8")
+    command = ["git", "diff", "--no-index", before, after]
+    done = subprocess.run(command, cwd=ROOT, env=PLAIN_GIT, capture_output=True, encoding="utf-8")
     if done.returncode != 1:
         raise ValueError(done.stderr.strip() or f"{before} and {after} are the same")
     return done.stdout
