@@ -290,7 +290,9 @@ def made_up_gpu(events=None, capability=(9, 0), bf16="native", count=1):
             (torch.accelerator, "current_stream", SimpleNamespace(is_capturing=lambda: False)),
             (torch.cuda, "get_device_capability", capability),
             (torch.cuda, "get_device_name", "Made Up GPU"),
+            (torch.cuda, "get_device_properties", SimpleNamespace(uuid="1234-5678")),
             (torch.cuda, "max_memory_allocated", 3 * 2**30),
+            (torch.cuda, "mem_get_info", (20 * 2**30, 80 * 2**30)),  # free, and in all
         ):
             patch.setattr(owner, name, lambda *args, value=value, **options: value)
         counts = {True: ("native", "emulated"), False: ("native",)}

@@ -14,6 +14,7 @@ import threading
 from urllib.parse import unquote, urljoin, urlparse
 
 import pytest
+import record
 import render
 from conftest import ROOT, RUNGS, copy_project, give_packages
 from ladder import PLAIN_GIT, changed_lines, read_toml, split
@@ -31,7 +32,7 @@ SIDE_PAGES = ["index.html", "compare.html", "where.html", "log.html", "mistakes.
 PAGES = [*SIDE_PAGES, *RUNG_PAGES, *(docs.pair_page(*pair) for pair in PAIRS)]
 SHOWN = [*SIDE_PAGES, *RUNG_PAGES, docs.pair_page(SCRIPTS[0], SCRIPTS[10]), docs.pair_page(SCRIPTS[0], SCRIPTS[12])]
 NEAR = [pair if RUNGS[pair[1]].before == pair[0] else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]
-RESULTS = {folder.name: render.read(folder / "ladder.json") for folder in render.newest()}
+RESULTS = {folder.name: record.read(folder / "ladder.json") for folder in render.newest()}
 
 
 def browsing(test):
@@ -289,9 +290,13 @@ def made_up(tmp_path_factory):
     """
     root = copy_project(tmp_path_factory.mktemp("docs") / "ladder")
     data = json.loads((ROOT / "results" / next(iter(RESULTS)) / "ladder.json").read_text(encoding="utf-8"))
-    gpu = {"device": "cuda", "name": "NVIDIA Made Up", "device_memory_gib": 16.0, "driver": "1", "cuda": "1"}
-    data["machine"] |= gpu
-    data["roof"], data["settings"]["repeat"] = None, 1
+    data["machine"] |= {"device": "cuda", "name": "NVIDIA H200", "cuda": "1", "threads": None}
+    data["hosts"][0] |= {"device_memory_gib": 16.0, "driver": "1", "cudnn": 91501}
+    data["settings"] |= {"batch_size": 16, "seq_len": 1024, "repeat": 1}
+    speed = {"median_ms": 130.0, "tokens_per_s": 5e5, "tflops": None, "roof_share": None}
+    cell = {"batch_size": 64, "compile_mode": "default", "precision": "bf16", "run": dict(data["rows"][10]["runs"][0])}
+    del cell["run"]["pass"]
+    data["roof"], data["batches"] = None, [cell | speed]
     for row in data["rows"]:
         row["roof_share"] = row["tflops"] = None
         row["runs"][0] |= {"error": "out of memory", "times_ms": [], "losses": []}
@@ -339,6 +344,12 @@ def test_a_gpus_result_comes_first_also_where_runs_failed_and_there_is_no_roof(m
         if script != "ddp_run.py":  # it stands on the new rung
             check_findings(page, script, "made-up", data)
     assert "A pass failed: the first pass failed" in pages[1].text and "a pass failed" in front.text
+    assert "B 64" in front.select_one(".batches").text
+    said = "Predicted on 2026-11-23 for NVIDIA H200, B {}, T 1024: {} ms per step; measured: {} ms, {}."
+    assert said.format(64, "124 to 132", "130.0", "as predicted") in pages[10].text
+    found = data["rows"][7]["median_ms"]
+    assert said.format(16, "33 to 36", f"{found:,.1f}", f"{found / 36 - 1:.0%} more") in pages[7].text
+    assert "not measured yet" in pages[7].text  # at B 64
     assert "nothing is known of the spread" in pages[1].text and "The largest batch that ran was B 96" in pages[2].text
 
 

@@ -4,10 +4,12 @@ Medians, ratios and shares are computed from logs with known answers, FLOPs are 
 speed with an outside clock, and the peers with rung 10.
 """
 
+import contextlib
 import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,10 +17,15 @@ import sys
 import time
 from types import SimpleNamespace
 
+import compare
+import gauge
 import kernels
 import machine
 import measure
+import psutil
+import pynvml
 import pytest
+import record
 import render
 import roof
 import torch
@@ -28,7 +35,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 MACHINE = {"device": "cpu", "name": "Made Up(R) 9000", "cpu": "Made Up", "capability": "AVX2", "cores": 2, "threads": 2}
 MACHINE |= {"memory_gib": 8.0, "torch": "2", "python": "3", "system": "Linux"}
-MACHINE |= dict.fromkeys(("device_memory_gib", "driver", "cuda"))
+MACHINE |= dict.fromkeys(("device_memory_gib", "driver", "cuda", "cudnn", "gpu_id"))
+GPU = MACHINE | {"device": "cuda", "threads": 2, "device_memory_gib": 80.0, "driver": "1", "cuda": "1", "cudnn": 91501}
+HOST = {"id": "0", "gpu": None} | {key: value for key, value in MACHINE.items() if key not in measure.MACHINE}
 
 # ---- arithmetic
 
@@ -42,32 +51,37 @@ def log(times, losses=None, memory=1.5, rate=0):
     return "\n".join([*lines, f"median of steps 0-1: 1.00 ms, 1 tok/s, peak memory {memory:.2f} GiB\n"])
 
 
-def record(name, passes, before=None, precision="float32", errors=(), memory=1.5):
+def made(name, passes, before=None, precision="float32", errors=(), memory=1.5, hosts=None):
     """A row of ladder.json that ran with these times, a list per pass."""
     runs = []
     for number, times in enumerate(passes):
         error = dict(errors).get(number)
-        run = measure.parse(log(times, memory=memory), error or "", 1 if error else 0, len(times))
-        about = {"pass": number, "started": "2026-01-02T03:04:05+00:00", "cold": number == 0, "process_s": 9.0}
+        run = record.parse(log(times, memory=memory), error or "", 1 if error else 0, len(times))
+        about = {"pass": number, "started": "2026-01-02T03:04:05+00:00", "host": (hosts or "0" * 9)[number]}
+        about |= {"busy": None, "cold": number == 0, "process_s": 9.0, "gpu": None}
         runs.append(about | run)
     row = {"name": name, "kind": "rung", "before": before, "precision": precision, "command": f"python {name}"}
     return row | {"runs": runs, "profile": None, "fit": None}
 
 
 def measurement(*rows, **ceilings):
-    settings = {"model": "nano", "batch_size": 4, "seq_len": 128, "steps": 20, "device": "cpu", "repeat": 2}
+    settings = {"model": "nano", "batch_size": 4, "seq_len": 128, "steps": 20, "device": "cpu", "repeat": 2, "only": []}
     data = {
-        "settings": settings | {"peers": False, "profile": False, "fit": False},
-        "machine": dict(MACHINE),
-        "commit": None,
+        "settings": settings | dict.fromkeys(("peers", "branches", "profile", "batches", "fit"), False),
+        "machine": {key: MACHINE[key] for key in measure.MACHINE},
         "sources_sha256": "",
         "command": "python tools/measure.py",
         "started": "2026-01-02T03:04:05+00:00",
         "finished": "2026-01-02T03:14:05+00:00",
+        "complete": True,
+        "commits": ["0123456789" * 4],
+        "hosts": [dict(HOST)],
         "roof": {"flops_per_token": 2_000_000_000, "ceilings_tflops": ceilings, "copy_gb_per_s": 20.0, "matmul": []},
         "rows": list(rows),
+        "batches": [],
     }
-    measure.summarise(data)
+    data["roof"]["gpu"] = None
+    record.summarise(data)
     return data
 
 
@@ -75,23 +89,26 @@ SLOW, FAST = [900.0] * 10 + [100.0] * 10, [900.0] * 10 + [50.0] * 10
 
 
 def test_a_log_is_read_as_printed():
-    run = measure.parse(log([12.5, 7.25], [10.5, 9.25], memory=2.75), steps=2)
+    run = record.parse(log([12.5, 7.25], [10.5, 9.25], memory=2.75), steps=2)
     known = {"times_ms": [12.5, 7.25], "losses": [10.5, 9.25], "peak_memory_gib": 2.75, "parameters": 7_000_000}
     assert run == known | {"error": None}
 
 
 def test_the_steps_that_count_are_those_of_the_scripts():
-    assert measure.steady(list(range(20))) == list(range(10, 20))
-    assert measure.steady(list(range(50))) == list(range(10, 50))
-    assert measure.steady(list(range(19))) == list(range(9, 19))
-    assert measure.steady([5.0]) == [5.0]
+    assert record.steady(list(range(20))) == list(range(10, 20))
+    assert record.steady(list(range(50))) == list(range(10, 50))
+    assert record.steady(list(range(19))) == list(range(9, 19))
+    assert record.steady([5.0]) == [5.0]
+
+
+def test_a_ratio_is_of_two_runs_on_one_host():
+    data = measurement(made("a", [SLOW, SLOW]), made("b", [FAST, [10.0] * 20], before="a", hosts="01"))
+    assert data["rows"][1]["over_before"] == {"median": 2, "low": 2, "high": 2}
 
 
 def test_known_times_give_known_medians_ratios_and_shares():
     uneven = [900.0] * 10 + [40, 40, 40, 50, 50, 50, 50, 60, 60, 80.0]
-    data = measurement(
-        record("a", [SLOW]), record("b", [uneven], before="a", precision="bf16"), float32=40.0, bf16=50.0
-    )
+    data = measurement(made("a", [SLOW]), made("b", [uneven], before="a", precision="bf16"), float32=40.0, bf16=50.0)
     a, b = data["rows"]
     assert (a["median_ms"], a["quartiles_ms"], a["tokens_per_s"]) == (100, [100, 100], 5120)  # 4 * 128 / 0.1 s
     assert (b["median_ms"], b["quartiles_ms"], b["tokens_per_s"]) == (50, [42.5, 57.5], 10240)
@@ -106,13 +123,13 @@ def test_known_times_give_known_medians_ratios_and_shares():
 def test_a_ratio_is_taken_within_a_pass_and_its_spread_is_that_of_the_passes():
     # the machine is half as fast in the second pass: across the passes b would seem between 1 and 4 times as fast
     slower = [2 * ms for ms in SLOW], [2 * ms for ms in FAST]
-    data = measurement(record("a", [SLOW, slower[0], SLOW]), record("b", [FAST, slower[1], [40.0] * 20], before="a"))
+    data = measurement(made("a", [SLOW, slower[0], SLOW]), made("b", [FAST, slower[1], [40.0] * 20], before="a"))
     assert data["rows"][1]["over_before"] == {"median": 2, "low": 2, "high": 2.5}
 
 
 def test_a_pass_that_failed_is_left_out_of_both_sides():
     errors = [(0, "a.py: error: out of memory with B 4 and T 128")]
-    data = measurement(record("a", [SLOW, SLOW]), record("b", [[1.0] * 20, FAST], "a", errors=errors))
+    data = measurement(made("a", [SLOW, SLOW]), made("b", [[1.0] * 20, FAST], "a", errors=errors))
     assert data["rows"][1]["over_before"]["high"] == 2
     assert data["rows"][1]["error"].startswith("a.py: error: out of memory")
     assert data["rows"][1]["first_step_s"] is None  # only the pass that failed was cold
@@ -121,12 +138,12 @@ def test_a_pass_that_failed_is_left_out_of_both_sides():
 
 def test_a_rung_that_fails_is_a_row_that_says_why():
     errors = [(0, "warning\nb.py: error: out of memory with B 4 and T 128: lower --batch-size\n")]
-    data = measurement(record("a", [SLOW]), record("b", [[]], "a", errors=errors), record("c", [FAST], "b"))
+    data = measurement(made("a", [SLOW]), made("b", [[]], "a", errors=errors), made("c", [FAST], "b"))
     a, b, c = data["rows"]
     assert b["error"] == "b.py: error: out of memory with B 4 and T 128: lower --batch-size"
     assert b["median_ms"] is None and b["tokens_per_s"] is None and b["over_baseline"] is None
     assert c["over_before"] is None and c["over_baseline"]["median"] == 2
-    for text in (render.summary(data), render.markdown(data)):
+    for text in (render.summary(data), render.markdown(render.cells(data))):
         assert "out of memory with B 4 and T 128" in text
 
 
@@ -141,13 +158,13 @@ def test_a_rung_that_fails_is_a_row_that_says_why():
     ],
 )
 def test_why_a_run_failed(status, errors, said):
-    assert measure.parse(log([1.0]), errors, status, 1)["error"] == said
+    assert record.parse(log([1.0]), errors, status, 1)["error"] == said
 
 
 def test_a_log_cut_in_half_keeps_its_whole_lines():
     whole = log(SLOW)
     for length in range(len(whole)):
-        run = measure.parse(whole[:length], steps=20)
+        run = record.parse(whole[:length], steps=20)
         assert run["times_ms"] == SLOW[: len(run["times_ms"])]
         assert len(run["losses"]) == len(run["times_ms"])
         if len(run["times_ms"]) < 20:
@@ -155,30 +172,31 @@ def test_a_log_cut_in_half_keeps_its_whole_lines():
 
 
 def test_steps_of_zero_length_are_no_speed():
-    data = measurement(record("a", [SLOW]), record("b", [[5.0] * 10 + [0.0] * 10], "a"))
+    data = measurement(made("a", [SLOW]), made("b", [[5.0] * 10 + [0.0] * 10], "a"))
     assert "no length" in data["rows"][1]["error"]
     assert data["rows"][1]["tokens_per_s"] is None
 
 
 def test_a_precision_that_the_device_lacks_is_not_held_against_it():
     lines = "no TF32 here: it takes a GPU\nno bf16 here: it takes a GPU that\n"
-    assert measure.precision_used("bf16", "") == "bf16"
-    assert measure.precision_used("tf32", lines) == measure.precision_used("bf16", lines) == "float32"
-    assert measure.precision_used("bf16", "no bf16 here") == "tf32"
+    assert record.precision_used("bf16", "") == "bf16"
+    assert record.precision_used("tf32", lines) == record.precision_used("bf16", lines) == "float32"
+    assert record.precision_used("bf16", "no bf16 here") == "tf32"
 
 
-@pytest.mark.parametrize("start", [1, 4, 16, 4096])
-@pytest.mark.parametrize("limit", [0, 1, 3, 8, 9, 27, 28, 512, 10**9])
+@pytest.mark.parametrize("start", [1, 16, 32, 4096])
+@pytest.mark.parametrize("limit", [0, 1, 3, 16, 40, 64, 127, 128, 10**9])
 def test_the_largest_size_that_fits_is_found_in_few_trials(limit, start):
-    grid, trials = measure.sizes_up_to(4096), []
+    trials = []
 
     def fits(size):
         trials.append(size)
         return size <= limit
 
-    assert measure.largest(fits, grid, grid.index(start)) == max((size for size in grid if size <= limit), default=None)
-    assert len(trials) == len(set(trials)) <= 12
-    assert grid[:12] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16] and grid[-1] == 4096
+    assert measure.largest(fits, start) == max((2**n for n in range(13) if 2**n <= limit), default=0)
+    assert len(trials) == len(set(trials)) <= 14
+    if start == 16:
+        assert trials == [16, 64, 128, 256, 512, 1024, 2048, 4096][: len(trials)] or limit < 64
 
 
 # ---- the roof
@@ -222,11 +240,93 @@ def test_the_roof_has_as_many_threads_as_the_scripts():
     assert set(seen) == {2}
 
 
-def test_the_machine_is_described_with_all_its_memory(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, 80 * 2**30))  # free, and in all
+def test_the_machine_is_described_with_all_its_memory():
     with made_up_gpu():
         found = machine.describe(torch.device("cuda"))
     assert (found["name"], found["device_memory_gib"], found["capability"]) == ("Made Up GPU", 80.0, "9.0")
+    assert set(measure.MACHINE) < set(found)
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """Two made-up GPUs as NVML sees them; on the second, GPU-1234-5678, 1234 MHz of load and what is in `processes`."""
+    state = SimpleNamespace(processes=[])
+    for name, value in (
+        ("nvmlInit", lambda: None),
+        ("nvmlDeviceGetCount", lambda: 2),
+        ("nvmlDeviceGetHandleByIndex", lambda index: ("GPU-0000-0000", "GPU-1234-5678")[index]),
+        ("nvmlDeviceGetUUID", lambda gpu: gpu),
+        ("nvmlDeviceGetClockInfo", lambda gpu, kind: {pynvml.NVML_CLOCK_SM: 1234}[kind]),
+        ("nvmlDeviceGetPowerUsage", lambda gpu: 456_789),
+        ("nvmlDeviceGetEnforcedPowerLimit", lambda gpu: 700_000),
+        ("nvmlDeviceGetComputeRunningProcesses", lambda gpu: state.processes),
+    ):
+        monkeypatch.setattr(pynvml, name, value)
+
+    def temperature(gpu, sensor):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", temperature)
+    return state
+
+
+def test_the_clock_and_the_power_are_those_of_the_gpu_that_is_measured(nvml):
+    with made_up_gpu():
+        gpu = gauge.find_gpu(machine.describe(torch.device("cuda"))["gpu_id"])
+    assert gpu == "GPU-1234-5678" and gauge.find_gpu(None) is None
+    assert gauge.reading(gpu) == {"clock_mhz": 1234, "power_w": 457, "power_limit_w": 700, "temperature_c": None}
+    assert gauge.reading(None) is None
+
+
+def test_without_nvml_nothing_is_read(monkeypatch):
+    def missing():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    assert gauge.find_gpu("12345678") is None
+
+
+def test_other_work_is_noticed_on_the_cpu_and_on_the_gpu(nvml, monkeypatch):
+    load = SimpleNamespace(cpu=3.0)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: load.cpu)
+    assert gauge.busy("GPU-1234-5678") is None
+    nvml.processes.append("another")
+    assert gauge.busy("GPU-1234-5678") == "other processes use the GPU: 1"
+    assert gauge.busy(None) is None
+    load.cpu = 90.0
+    assert gauge.busy("GPU-1234-5678") == "other work takes 90 % of the CPU; other processes use the GPU: 1"
+
+
+def test_a_machine_that_computes_something_else_is_busy():
+    with contextlib.ExitStack() as others:
+        for _ in range(os.cpu_count()):
+            child = others.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            others.callback(child.kill)
+        assert any(gauge.busy(None) for _ in range(20))
+
+
+def test_the_peak_in_tf32_is_not_that_of_plain_float32(monkeypatch):
+    cpu = torch.device("cpu")
+    with pytest.raises(RuntimeError, match="plain float32"):  # a CPU has no TF32
+        roof.multiply("tf32", (16, 16, 16), cpu)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, y: torch.mm(x.bfloat16().float(), y))  # rounds, too
+    monkeypatch.setattr(roof, "seconds", lambda *args, **names: 0.5)
+    assert roof.multiply("tf32", (16, 16, 16), cpu) > 0
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_the_peak_of_a_gpu_is_measured_after_it_has_worked(monkeypatch, nvml):
+    events = []
+    monkeypatch.setattr(roof, "warm_up", lambda device: events.append("warm"))
+    monkeypatch.setattr(roof, "precisions", lambda device: ["float32"])
+    monkeypatch.setattr(roof, "seconds", lambda *args, **names: events.append("time") or 0.5)
+    config = SimpleNamespace(n_embd=32, vocab_size=100, n_layer=1)
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: torch.empty(1).expand(shape))
+    monkeypatch.setattr(torch, "empty_like", lambda tensor: tensor)
+    with made_up_gpu():
+        found = roof.measure(config, tokens=64, device=torch.device("cuda"))
+    assert events[0] == "warm" and events.count("warm") == 1
+    assert found["gpu"]["clock_mhz"] == 1234
 
 
 # ---- where the time goes
@@ -250,7 +350,7 @@ def test_operations_of_a_cpu_are_grouped_by_the_time_spent_in_themselves():
         span("aten::mul_", 8500, 500),
         span("aten::mm", 20_000, 5000),  # after the last step
     ]
-    assert kernels.grouped(step) == {
+    assert kernels.grouped(*kernels.in_steps(step)) == {
         "matmul": 2.0,
         "attention": 0.5,
         "softmax and loss": 0.5,
@@ -278,13 +378,15 @@ def test_kernels_of_a_gpu_are_grouped_by_their_name_and_by_what_launched_them():
         ("triton_poi_fused__to_copy_1", 900, None),
         ("pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", 1100, None),
     ]
-    for at, (name, length, external) in enumerate(kernel):
+    start = 2000
+    for name, length, external in kernel:
         events.append(
-            span(name, 2000 + at, length, "kernel", **{"External id": external} if external is not None else {})
+            span(name, start, length, "kernel", **({"External id": external} if external is not None else {}))
         )
+        start += length
     events.append(span("Memcpy HtoD (Pinned -> Device)", 19_000, 50, "gpu_memcpy"))
     events.append(span("ProfilerStep#1", 10_000, 3_000, "gpu_user_annotation"))  # as the GPU saw it
-    found = kernels.grouped(events)
+    found = kernels.grouped(*kernels.in_steps(events))
     assert found == {  # of two steps
         "matmul": 0.5,
         "attention": 0.65,
@@ -296,11 +398,132 @@ def test_kernels_of_a_gpu_are_grouped_by_their_name_and_by_what_launched_them():
     }
 
 
+# Names from public traces: of a T4, an A100 and an H100, and of the code that Inductor writes.
+NAMES = {
+    "matmul": """
+        nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN
+        nvjet_hsh_32x64_64x16_4x1_v_bz_splitK_TNN
+        turing_fp16_s1688gemm_fp16_256x128_ldg8_f2f_stages_32x1_tn
+        ampere_bf16_s16816gemm_bf16_256x128_ldg8_f2f_stages_32x3_nn
+        sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x64x8_stage3_warpsize2x2x1_ffma
+        void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x256_16x3_nn_align4>
+        void cublasLt::splitKreduce_kernel<32, 16, int, __nv_bfloat16>
+        triton_tem_fused_mm_3
+        triton_tem_fused__to_copy_addmm_gelu_2
+        aten::mm
+        aten::addmm
+        aten::_addmm_activation
+        aten::_scaled_mm
+    """,
+    "attention": """
+        cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0
+        cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1x1
+        fmha_cutlassF_f16_aligned_64x64_rf_sm75
+        fmha_cutlassB_bf16_aligned_64x64_k64_sm80
+        void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>
+        triton_tem_fused_flex_attention_0
+        aten::bmm
+        aten::_scaled_dot_product_cudnn_attention_backward
+    """,
+    "softmax and loss": """
+        triton_red_fused__log_softmax__to_copy_prepare_softmax_online_2
+        triton_red_fused__log_softmax_backward_data_nll_loss_backward_nll_loss_forward_1
+        triton_per_fused__safe_softmax_add_12
+        void (anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>
+        void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>
+    """,
+    "normalisation and element-wise": """
+        triton_per_fused__to_copy_add_native_layer_norm_4
+        triton_poi_fused__to_copy_gelu_view_7
+        triton_red_fused_native_layer_norm_backward_sum_9
+        void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>
+    """,
+    "optimizer": """
+        void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>
+        void at::native::lpnorm_cleanup<float, NormType::L2>
+    """,
+    "copies": """
+        Memcpy HtoD (Pinned -> Device)
+        triton_poi_fused__to_copy_1
+        triton_poi_fused__to_copy_t_3
+        void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>
+    """,
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_kernel_is_in_its_group(kind):
+    for name in filter(None, map(str.strip, NAMES[kind].splitlines())):
+        assert kernels.group(name) == kind, name
+
+
+@pytest.mark.parametrize(
+    "names, ran",
+    [
+        (["aten::_scaled_dot_product_flash_attention", "void pytorch_flash::flash_fwd_kernel<64>"], "flash"),
+        (["aten::_scaled_dot_product_flash_attention_for_cpu"], "flash"),
+        (["aten::_scaled_dot_product_cudnn_attention", NAMES["attention"].split()[0]], "cuDNN"),
+        ([NAMES["attention"].split()[0]], "cuDNN"),  # a CUDA graph has no operations
+        (["aten::_efficient_attention_forward", "fmha_cutlassF_f16_aligned_64x64_rf_sm75"], "memory-efficient"),
+        (["aten::_scaled_dot_product_attention_math", "aten::bmm"], "math"),
+        (["aten::bmm", "aten::_softmax"], "written out"),
+    ],
+)
+def test_the_attention_kernel_is_named(names, ran):
+    assert kernels.attention(names) == ran
+
+
+def test_kernels_that_overlap_leave_the_gpu_idle_as_long_as_none_runs():
+    step = [span("ProfilerStep#5", 0, 10_000, "user_annotation")]
+    for start, end in ((1000, 4000), (2000, 3000), (3500, 5000), (8000, 9000)):
+        step.append(span("gemm", start, end - start, "kernel"))
+    assert kernels.grouped(*kernels.in_steps(step))["idle"] == 5.0
+
+
+COUNTED = """
+import json, runpy, sys
+from torch._dynamo.utils import counters
+try:
+    runpy.run_path("kernels.py", run_name="__main__")
+finally:
+    print(json.dumps([counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_profile_compiles_nothing(run, small, tmp_path):
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    (tmp_path / "tools" / "counted.py").write_text(
+        COUNTED.replace('"kernels.py"', repr(str(ROOT / "tools/kernels.py")))
+    )
+    words = [small / "speedup_10_fused_adamw.py", *"--steps 9 --batch-size 1 --seq-len 16 --device cpu".split()]
+    compiled = []
+    for _ in range(2):
+        done = run("tools/counted.py", *words, folder=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+        assert done.returncode == 0, done.stderr
+        misses, hits = json.loads(done.stdout.splitlines()[-1])
+        compiled.append(misses)
+    assert compiled[0] > 0 and compiled[1] == 0 and hits == compiled[0]
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_on_a_gpu_a_profile_finds_the_kernels_of_the_runs_before_it(gpu, monkeypatch, tmp_path):
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.setattr("sys.argv", ["script.py"])
+    cpp = torch._inductor.config.cpp
+    with torch._inductor.config.patch({"cpp.enable_kernel_profile": False}):
+        before = torch._inductor.config.save_config_portable()
+        with made_up_gpu() if gpu else contextlib.nullcontext(), pytest.raises(SystemExit, match="at least 9 steps"):
+            kernels.profile(str(tmp_path / "script.py"))
+        assert cpp.enable_kernel_profile == (not gpu)
+        assert (torch._inductor.config.save_config_portable() == before) == gpu  # the key of Inductor's cache
+
+
 @pytest.mark.slow
 def test_the_time_of_a_real_step_is_all_there(run):
     done = run("tools/kernels.py", ROOT / "baseline.py", "--steps", measure.PROFILED_STEPS)
     assert done.returncode == 0, done.stderr
-    groups = json.loads(done.stdout.splitlines()[-1])
+    groups = json.loads(done.stdout.splitlines()[-1])["groups_ms"]
     printed = [float(step["ms"]) for step in done.steps[5:8]]
     assert min(printed) / 1.25 < sum(groups.values()) < 1.25 * max(printed)
     assert groups["idle"] < sum(groups.values()) / 5
@@ -461,6 +684,7 @@ for step in range(steps):
 print(f"median of steps 0-1: 1.00 ms, 1 tok/s, peak memory {B:.2f} GiB")
 """
 GROUPS = dict.fromkeys(render.GROUPS, 1.0)
+PROFILE = {"groups_ms": GROUPS, "attention": "flash", "reserved_gib": 2.5}
 
 
 def test_the_rows_are_the_twelve_scripts_and_what_is_asked_for():
@@ -473,10 +697,13 @@ def test_the_rows_are_the_twelve_scripts_and_what_is_asked_for():
     peers = ["ddp_run.py under torchrun", "transformers, plain loop", "transformers, bf16, compiled"]
     peers.append("transformers.Trainer")
     for wanted, row_names in (
-        ({"peers": False, "branches": False}, ladder),
-        ({"peers": False, "branches": True}, ladder + branches),
-        ({"peers": True, "branches": False}, ladder + peers),
+        ({}, ladder),
+        ({"branches": True}, ladder + branches),
+        ({"peers": True}, ladder + peers),
         ({"peers": True, "branches": True}, ladder + branches + peers),
+        ({"only": ["05", "06"]}, ladder[4:7]),  # with what they stand on
+        ({"only": ["baseline", "fp16"]}, [ladder[0], ladder[3], branches[1]]),
+        ({"only": ["ddp"], "peers": True}, ladder[10:] + peers),
     ):
         assert [row.name for row in measure.rows(**wanted)] == row_names
 
@@ -506,12 +733,16 @@ def made_up(tmp_path):
     (tmp_path / "ladder.toml").write_text(rows)
     for name, ms, limit in (("a", 8, 9), ("b", 4, 9), ("c", 2, 12)):
         (tmp_path / f"{name}.py").write_text(SCRIPT.replace("TIME", str(ms)).replace("LIMIT", str(limit)))
-    ceiling = measurement(record("a", [SLOW]), float32=0.5)["roof"]
+    ceiling = measurement(made("a", [SLOW]), float32=0.5)["roof"]
     (tmp_path / "tools" / "roof.py").write_text(f"print('''{json.dumps(ceiling)}''')")
-    (tmp_path / "tools" / "machine.py").write_text(f"print('''{json.dumps(MACHINE)}''')")
+
+    def on(found):
+        (tmp_path / "tools" / "machine.py").write_text(f"print('''{json.dumps(found)}''')")
+
+    on(MACHINE)
     (tmp_path / "tools" / "kernels.py").write_text(
         "import json, runpy, sys\nsys.argv.pop(0)\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
-        f"print(json.dumps({GROUPS}))\n"
+        f"print(json.dumps({PROFILE}))\n"
     )
 
     def call(*arguments):
@@ -525,20 +756,20 @@ def made_up(tmp_path):
 
     def result(folder=None):
         (path,) = (folder or tmp_path / "results").glob("**/ladder.json")
-        return path, render.read(path)  # which validates it
+        return path, record.read(path)  # which validates it
 
-    return SimpleNamespace(folder=tmp_path, call=call, order=order, result=result)
+    return SimpleNamespace(folder=tmp_path, call=call, order=order, result=result, on=on)
 
 
 def test_the_passes_are_interleaved_and_all_is_written(made_up):
     done = made_up.call("--repeat", 2, "--profile")
     assert (done.returncode, done.stderr) == (0, "")
-    assert made_up.order() == list("abccba" + "abc")  # the last three under the profiler
+    assert made_up.order() == list("abc" + "abc" + "cba")  # the second time under the profiler
     path, data = made_up.result()
     assert path.parent.name.startswith("cpu-made-up-r-9000-20")
     assert [row["tokens_per_s"] for row in data["rows"]] == [4 * 128 / 0.032, 4 * 128 / 0.016, 4 * 128 / 0.008]
     assert [row["over_baseline"]["median"] for row in data["rows"]] == [1, 2, 4]
-    assert [row["profile"]["groups_ms"] for row in data["rows"]] == [GROUPS] * 3
+    assert [row["profile"] for row in data["rows"]] == [PROFILE | {"error": None}] * 3
     assert data["finished"] and data["rows"][0]["runs"][1]["pass"] == 1
     assert data["rows"][0]["runs"][0]["cold"] and not data["rows"][0]["runs"][1]["cold"]
     plots = {f"{name}.svg" for name in ("tokens", "memory", "loss-steps", "loss-time", "kernels")}
@@ -554,7 +785,7 @@ def test_a_script_that_fails_is_a_row_and_is_tried_again(made_up, broken):
     for name, status in broken.items():
         (made_up.folder / f"{name}.py.broken").write_text(str(status))
     done = made_up.call("--repeat", 2, "--profile")
-    assert (done.returncode, done.stderr) == (0, "") and made_up.order() == list("abccba" + "abc")
+    assert (done.returncode, done.stderr) == (0, "") and made_up.order() == list("abc" + "abc" + "cba")
     for name, status in broken.items():
         said = f"{name}.py: error: out of memory with B 4 and T 128" if status > 0 else "killed by SIGKILL"
         assert f"pass 1/2  {name}.py: {said}" in done.stdout
@@ -564,7 +795,7 @@ def test_a_script_that_fails_is_a_row_and_is_tried_again(made_up, broken):
         (made_up.folder / f"{name}.py.broken").unlink()
     done = made_up.call("--repeat", 2, "--profile")
     again = list(broken)
-    assert done.returncode == 0 and made_up.order() == again + again[::-1] + again
+    assert done.returncode == 0 and made_up.order() == again + again + again[::-1]
     assert "measured already: what failed is tried again" in done.stdout
     assert [row["error"] or row["profile"]["error"] for row in made_up.result()[1]["rows"]] == [None] * 3
 
@@ -588,8 +819,11 @@ def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(made_up, se
     while "b.py" not in (made_up.folder / "order.txt").read_text():
         time.sleep(0.01)
     os.kill(child.pid, sent)
-    _, errors = child.communicate(timeout=60)
+    printed, errors = child.communicate(timeout=60)
     assert child.returncode == status and "Traceback" not in errors
+    assert re.search(r"^a\.py .* 1\.00×", printed, re.MULTILINE)
+    assert re.search(r"^c\.py +not measured yet", printed, re.MULTILINE)
+    assert "pass 1: 1 of 3 rows: a.py\nleft: pass 1\nnot finished: run the same command again" in printed
     _, data = made_up.result()
     assert [len(row["runs"]) for row in data["rows"]] == [1, 0, 0] and not data["finished"]
     (made_up.folder / "b.py.slow").unlink()
@@ -598,17 +832,158 @@ def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(made_up, se
     assert made_up.result()[1]["finished"]
 
 
-def test_an_interrupted_measurement_shows_what_it_has(made_up):
-    (made_up.folder / "c.py.slow").touch()
-    words = [sys.executable, "tools/measure.py", "--model", "nano", "--steps", "4"]
-    child = subprocess.Popen(words, cwd=made_up.folder, stdout=subprocess.PIPE, text=True)
-    while "pass 1/1  b.py" not in child.stdout.readline():
-        assert child.poll() is None
-    child.send_signal(signal.SIGINT)
-    printed, _ = child.communicate(timeout=60)
-    assert re.search(r"^b\.py .* 2\.00×", printed, re.MULTILINE)
-    assert re.search(r"^c\.py +not measured yet", printed, re.MULTILINE)
-    assert printed.endswith("not finished: run the same command again to continue\n")
+def test_the_budget_ends_a_run_that_is_too_long_and_what_was_measured_stays(made_up):
+    (made_up.folder / "b.py.slow").touch()
+    done = made_up.call("--repeat", 2, "--budget", 0.06)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (
+        "the budget is spent\n" in done.stdout
+        and "pass 1: 1 of 3 rows: a.py\npass 2: 0 of 3 rows\nleft: pass 1, pass 2\n" in done.stdout
+    )
+    data = made_up.result()[1]
+    assert [len(row["runs"]) for row in data["rows"]] == [1, 0, 0] and not data["finished"] and not data["complete"]
+    (made_up.folder / "b.py.slow").unlink()
+    made_up.order()
+    assert made_up.call("--repeat", 2).returncode == 0 and made_up.order() == list("bccba")
+    data = made_up.result()[1]
+    assert (
+        data["finished"]
+        and data["complete"]
+        and data["command"] == "python tools/measure.py --model nano --steps 4 --repeat 2"
+    )
+
+
+@pytest.fixture
+def in_process(monkeypatch, tmp_path):
+    """Call measure.py in this process, on scripts that take no time. Returns what it printed and the record.
+
+    `cut` ends it after so many runs, as Ctrl-C or the budget would; `host` has another CPU and driver than any other;
+    `clock` is the time that the budget is held against, and each run takes `seconds` of it.
+    """
+    state = SimpleNamespace(clock=0.0, seconds=1.0, host="one", left=None, ran=[])
+
+    def ask(tool, *words):
+        if tool == "roof.py":
+            return measurement(made("a", [SLOW]), bf16=0.5)["roof"]
+        return GPU | {"cpu": f"CPU of {state.host}", "driver": state.host}
+
+    def execute(words, cache, on_step=None):
+        state.left = state.left and state.left - 1
+        if state.left == 0:
+            raise measure.TimeUp
+        state.clock += state.seconds
+        state.ran.append(shlex.join(words))
+        cold = cache.exists() and not list(cache.iterdir())
+        (cache / "kernels").mkdir(exist_ok=True)
+        script = next(word for word in reversed(words) if word.endswith(".py"))
+        steps = int(words[words.index("--steps") + 1])
+        printed = log([999.0 if cold else 99.0] + [len(script) * 1.5] * (steps - 1))
+        return printed + (json.dumps(PROFILE) if "kernels.py" in words[0] else ""), "", 0
+
+    def call(*words, out=tmp_path / "out", cut=None, host="one"):
+        state.left, state.host, state.ran = cut and cut + 1, host, []
+        words = ["measure.py", "--steps", 4, "--cache", f"{out}-cache", "--out", out, *words]
+        monkeypatch.setattr("sys.argv", [*map(str, words)])
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+        try:
+            measure.main()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return record.read(out / "ladder.json")
+
+    for owner, name, value in (
+        (measure, "ask", ask),
+        (measure, "execute", execute),
+        (measure, "commit", lambda: "0" * 40),
+        (measure.gauge, "busy", lambda gpu: None),
+        (measure, "time", SimpleNamespace(monotonic=lambda: state.clock, perf_counter=lambda: state.clock)),
+        (render, "write", lambda folder: None),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    return SimpleNamespace(call=call, state=state)
+
+
+def alike(data):
+    """A record without its times and hosts."""
+    if isinstance(data, dict):
+        timed = "started", "finished", "host", "hosts", "process_s"
+        return {key: alike(value) for key, value in data.items() if key not in timed}
+    return [alike(value) for value in data] if isinstance(data, list) else data
+
+
+EVERYTHING = "--only 05 --repeat 2 --peers --profile --batches --fit".split()
+
+
+def test_a_measurement_that_was_cut_and_moved_to_other_hosts_is_that_of_one_go(in_process, tmp_path):
+    whole = in_process.call(*EVERYTHING, out=tmp_path / "whole")
+    runs = len(in_process.state.ran)
+    assert whole["complete"] and len(whole["hosts"]) == 1 and runs > 40
+    for cut in range(1, runs, 4):
+        out = tmp_path / f"cut-{cut}"
+        for call in range(3):
+            in_process.call(*EVERYTHING, out=out, cut=cut if call == 0 else 5, host=f"host {call}")
+        data = in_process.call(*EVERYTHING, out=out, host="the last")
+        assert alike(data) == alike(whole), cut
+        for number in range(2):
+            assert len({run["host"] for row in data["rows"] for run in row["runs"] if run["pass"] == number}) == 1
+        assert {run["host"] for row in data["rows"] for run in row["runs"]} <= {host["id"] for host in data["hosts"]}
+        shutil.rmtree(out)
+
+
+def test_on_another_host_what_has_no_figure_comes_first(in_process):
+    words = "--repeat", 1
+    in_process.call(*words, cut=5)
+    data = in_process.call(*words, host="another", cut=10)
+    assert all(row["runs"] for row in data["rows"]) and data["finished"] and not data["complete"]
+    assert [script.split()[0] for script in in_process.state.ran[7:]] == [row["name"] for row in data["rows"][:3]]
+    assert data["rows"][5]["over_before"] is None  # a quotient of two hosts
+    assert in_process.call(*words, host="another")["complete"]
+
+
+def test_the_same_host_goes_on_where_it_was(in_process):
+    in_process.call("--repeat", 2, cut=5)
+    assert len(in_process.call("--repeat", 2)["hosts"]) == 1 and len(in_process.state.ran) == 24 - 5
+
+
+@pytest.mark.parametrize("other", [{"torch": "3"}, {"cuda": "2"}, {"name": "Another GPU"}])
+def test_another_gpu_torch_or_cuda_is_another_measurement(in_process, monkeypatch, capsys, other):
+    in_process.call("--repeat", 2, cut=5)
+    ask = measure.ask
+    monkeypatch.setattr(measure, "ask", lambda *words: ask(*words) | other)
+    with pytest.raises(SystemExit):
+        in_process.call("--repeat", 2)
+    assert "holds a measurement with other machine: name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "minutes, expected",
+    [
+        (1, {"ladder": 4}),
+        (2.5, {"ladder": 12, "profile": 1}),
+        (5, {"ladder": 12, "profile": 12, "batches": 4}),
+        (8, {"ladder": 12, "profile": 15, "batches": 6, "peers": 4}),  # and no part of a pass that does not fit
+        (13, {"ladder": 24, "profile": 15, "batches": 6, "peers": 8}),
+    ],
+)
+def test_a_budget_is_spent_in_the_order_of_worth(in_process, minutes, expected):
+    in_process.state.seconds = 10.0
+    data = in_process.call("--repeat", 2, "--peers", "--profile", "--batches", "--budget", minutes)
+    ran = {kind: 0 for kind in ("ladder", "profile", "batches", "peers")}
+    for line in in_process.state.ran:
+        kind = "profile" if "kernels.py" in line else "batches" if "--compile-mode" in line else "ladder"
+        ran["peers" if re.match("tools/peers|-m torch", line) else kind] += 1
+    assert ran == dict.fromkeys(ran, 0) | expected
+    assert bool(data["finished"]) == (ran["ladder"] >= 12) and data["complete"] == (minutes == 13)
+    assert in_process.state.clock <= 60 * minutes
+
+
+def test_every_first_pass_compiles_with_nothing_in_the_cache_and_no_other(in_process, tmp_path):
+    (tmp_path / "out-cache" / "baseline_py" / "kernels").mkdir(parents=True)  # of an earlier measurement
+    data = in_process.call("--repeat", 2, "--profile", cut=30)
+    data = in_process.call("--repeat", 2, "--profile")
+    assert [[run["cold"] for run in row["runs"]] for row in data["rows"]] == [[True, False]] * 12
+    assert {row["first_step_s"] for row in data["rows"]} == {0.999}
 
 
 def test_another_measurement_is_never_written_over(made_up):
@@ -631,6 +1006,8 @@ def test_another_measurement_is_never_written_over(made_up):
         (["--batch-size", 0], "at least 1"),
         (["--steps", "many"], "many"),
         (["--fit"], "--fit takes a GPU"),
+        (["--budget", 0], "--budget must be more than 0"),
+        (["--only", "a", "z"], "--only z: it is one of a, b, c"),
         (["--out", "a.py"], "a.py"),
         (["--out", "broken"], "ladder.json is no measurement"),
         (["--out", "foreign"], "ladder.json is no measurement"),
@@ -676,14 +1053,13 @@ def test_fit_finds_the_largest_batch_and_measures_there(made_up):
     done = made_up.call("--fit", "--repeat", 1)
     assert done.returncode == 0, done.stderr
     fits = [row["fit"] for row in made_up.result()[1]["rows"]]
-    # the grid's last up to 9; 78 * 128 + 1 tokens are the text
-    assert [fit["batch_size"] for fit in fits] == [8, 8, 64]
-    assert all("out of memory with B 10 and T 128" in fit["limit"] for fit in fits[:2])
+    assert [fit["batch_size"] for fit in fits] == [8, 8, 64]  # 78 * 128 + 1 tokens are the text
+    assert all("out of memory with B 16 and T 128" in fit["limit"] for fit in fits[:2])
     assert fits[2]["limit"] == "c.py: error: 10000 tokens are too few"
     assert [fit["tokens_per_s"] for fit in fits] == [16_000, 32_000, 64_000]
     assert fits[2]["peak_memory_gib"] == 64
     trials = [line for line in made_up.folder.joinpath("order.txt").read_text().splitlines() if line.startswith("b")]
-    assert len(trials) == 4  # the pass, 8, 10, and the measurement at 8: it starts where a.py ended
+    assert len(trials) == 3  # the pass, 8 and 16: it starts where a.py ended
 
 
 # ---- figures
@@ -700,11 +1076,11 @@ def test_the_newest_of_each_device_and_model_is_shown_gpus_first(tmp_path, monke
         ("large", "cpu", "gpt2", 3, True),
         ("gpu", "cuda", "gpt2", 1, True),
     ):
-        data = measurement(record("a.py", [SLOW]))
+        data = measurement(made("a.py", [SLOW]))
         data["machine"]["device"], data["machine"]["name"], data["settings"]["model"] = device, device, model
         data["finished"] = f"2026-01-0{day}T00:00:00+00:00" if finished else None
         (tmp_path / "results" / name).mkdir()
-        render.save(tmp_path / "results" / name / "ladder.json", data)
+        record.save(tmp_path / "results" / name / "ladder.json", data)
     assert [folder.name for folder in render.newest()] == ["gpu", "large", "new"]
 
 
@@ -720,10 +1096,74 @@ def shown(figure):
     return axes.get_xlabel(), lines or bars
 
 
+def test_a_table_says_what_it_takes_to_believe_it():
+    data = measurement(made("a.py", [SLOW]), made("b.py", [FAST], "a.py"), bf16=0.5)
+    data["machine"] |= {"device": "cuda", "name": "NVIDIA H200", "cuda": "13.0", "torch": "2.11", "threads": None}
+    data["hosts"][0] |= {"device_memory_gib": 139.8, "driver": "580", "cudnn": 91501}
+    data["hosts"][0]["gpu"] = {"clock_mhz": 345, "power_w": 80, "power_limit_w": 700, "temperature_c": 30}
+    for row, clock, kernel in zip(data["rows"], (1980, 1755), ("written out", "cuDNN"), strict=True):
+        row["runs"][0]["gpu"] = data["hosts"][0]["gpu"] | {"clock_mhz": clock}
+        row["profile"] = PROFILE | {"attention": kernel, "error": None}
+    data["rows"][1]["runs"][0]["busy"] = "other processes use the GPU: 1"
+    said = " ".join(render.conditions(data))
+    for words in (
+        "NVIDIA H200, 139.8 GiB, driver 580, CUDA 13.0, cuDNN 91501. torch 2.11,",
+        "one pass of 20 steps (of 2 that were asked for): `python tools/measure.py`. Commit 0123456.",
+        "Clock 345 MHz at the start, 1755 to 1980 MHz under load; power limit 700 W.",
+        "Attention: written out (a); cuDNN (b).",
+        "The machine was busy before 1 of 2 runs (other processes use the GPU: 1).",
+    ):
+        assert words in said
+    head, first, _ = render.cells(data)
+    assert (head[5], first[5]) == ("peak GiB (reserved)", "1.50 (2.50)")
+    data["hosts"].append(data["hosts"][0] | {"id": "1", "cpu": "Another", "driver": "590"})
+    said = render.conditions(data)[0]
+    assert "On Made Up, 139.8 GiB, driver 580" in said and "On Another, 139.8 GiB, driver 590" in said
+
+
+def test_a_commit_that_git_did_not_know_is_said():
+    assert render.commits({"commits": [None]}) == "Commit not known"
+    commits = ["0123456789" * 4, "abcdef0123" * 4 + " and uncommitted changes"]
+    assert render.commits({"commits": commits}) == "Commit 0123456 and abcdef0 and uncommitted changes"
+
+
+def test_the_table_of_batch_sizes_has_the_share_of_the_peak(in_process):
+    data = in_process.call("--only", "10", "--batches", "--repeat", 1)
+    lines = render.batch_cells(data)[1:]
+    assert [line[:2] for line in lines] == [[f"B {size}", mode] for size, mode in measure.BATCHES]
+    ms, tokens = 37.5, record.rounded(64 * 1024 / 0.0375)
+    tflops = tokens * 2e9 / 1e12
+    assert lines[-1][2:] == [f"{ms}", f"{tokens:,.0f}", f"{tflops:.3g}", f"{tflops / 0.5:.0%} bf16"]
+    assert sum("--batch-size 64 --seq-len 1024" in line for line in in_process.state.ran) == 2
+    assert "B 16  reduce-overhead" in re.sub("  +", "  ", render.summary(data))
+
+
+def test_two_measurements_are_compared_row_by_row(tmp_path, capsys, monkeypatch):
+    for folder, times in (("first", ([90.0] * 5 + [110.0] * 5) * 2), ("second", ([40.0] * 5 + [60.0] * 5) * 2)):
+        rows = made("a.py", [[100.0] * 20]), made("b.py", [times], "a.py"), made(f"{folder}.py", [SLOW], "a.py")
+        (tmp_path / folder).mkdir()
+        record.save(tmp_path / folder / "ladder.json", measurement(*rows))
+    monkeypatch.setattr("sys.argv", ["compare.py", str(tmp_path / "first"), str(tmp_path / "second")])
+    compare.main()
+    printed = capsys.readouterr().out
+    assert re.search(r"^a\.py .* 1\.00× +yes$", printed, re.MULTILINE)
+    assert re.search(r"^b\.py .* 2\.00× +no$", printed, re.MULTILINE)
+    assert "first.py" not in printed and printed.count("Commit 0123456.") == 2
+
+
+def test_measurements_of_other_work_are_not_compared(tmp_path):
+    folders = sorted((ROOT / "results").glob("cpu-*"))
+    words = [sys.executable, "tools/compare.py", *folders[:2]]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("compare.py: error: the two differ in ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_figure_shows_each_row_under_its_own_name():
-    data = measurement(record("a.py", [SLOW], memory=3.0), record("b.py", [FAST], "a.py"), float32=0.5)
+    data = measurement(made("a.py", [SLOW], memory=3.0), made("b.py", [FAST], "a.py"), float32=0.5)
     for row, ms in zip(data["rows"], (2.0, 1.0), strict=True):
-        row["profile"] = {"groups_ms": {kind: ms * i for i, kind in enumerate(render.GROUPS)}, "error": None}
+        groups = {kind: ms * i for i, kind in enumerate(render.GROUPS)}
+        row["profile"] = {"groups_ms": groups, "attention": None, "reserved_gib": None, "error": None}
     figures = render.figures(data)
     unit, speeds = shown(figures["tokens"])
     assert unit == "tokens per second" and [[*bars.values()] for bars in speeds.values()] == [[(0, 5120)], [(0, 10240)]]
@@ -747,8 +1187,8 @@ def test_a_figure_shows_each_row_under_its_own_name():
 
 
 def test_drawing_again_changes_nothing(tmp_path):
-    data = measurement(record("a.py", [SLOW]), record("b.py", [FAST], "a.py"), float32=0.5)
-    data["rows"][0]["profile"] = {"groups_ms": GROUPS, "error": None}
+    data = measurement(made("a.py", [SLOW]), made("b.py", [FAST], "a.py"), float32=0.5)
+    data["rows"][0]["profile"] = PROFILE | {"error": None}
     for folder in ("first", "second"):
         names = render.draw(data, tmp_path / folder)
         assert names == ["tokens", "memory", "loss-steps", "loss-time", "kernels"]
@@ -809,9 +1249,9 @@ def test_render_refuses_what_is_no_measurement(tmp_path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/ladder.json")), ids=lambda path: path.parent.name)
 def test_committed_results_are_valid_and_add_up(path):
-    data = render.read(path)
+    data = record.read(path)
     text = json.dumps(data)
-    measure.summarise(data)
+    record.summarise(data)
     assert json.dumps(data) == text
 
 
@@ -832,12 +1272,13 @@ def test_make_ladder_measures_every_row(clone):
     flags = "--model nano --device cpu --batch-size 1 --seq-len 16 --steps 2 --peers --branches --profile"
     command = ["make", "ladder", f"ARGS={flags}"]
     printed, _ = press_ctrl_c_at("pass 1/1  baseline.py: ", command, clone)
+    assert re.search(r"^pass 1: \d of 10 rows: baseline.py", printed, re.MULTILINE)
     assert "\nnot finished: run the same command again to continue\n" in printed
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "pass 1/1  baseline.py" not in done.stdout and "pass 1/1  speedup_03_bf16.py: " in done.stdout
     (path,) = [path for path in clone.glob("results/*/ladder.json") if not (ROOT / path.relative_to(clone)).exists()]
-    data = render.read(path)
+    data = record.read(path)
     rows = [row.name for row in measure.rows(peers=True, branches=True)]
     assert [row["name"] for row in data["rows"]] == [name for name in rows if not re.match("speedup_0[124-9]", name)]
     for row in data["rows"]:
@@ -851,7 +1292,7 @@ def test_make_ladder_measures_every_row(clone):
     assert data["roof"]["flops_per_token"] == 6 * (2 * 12 * 32**2 + 50257 * 32) + 2 * 12 * 32 * 16
     assert data["rows"][0]["roof_share"] and data["finished"] and data["machine"]["torch"] == torch.__version__
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=clone, capture_output=True, text=True).stdout.strip()
-    assert data["commit"].startswith(head)
+    assert data["commits"][0].startswith(head)
 
 
 @pytest.mark.slow
@@ -874,7 +1315,7 @@ def test_the_measured_speed_agrees_with_an_outside_clock():
             for line in child.stdout:
                 printed += line
                 came += [time.perf_counter()] * line.startswith("step ")
-        inside, outside = sum(measure.parse(printed, steps=20)["times_ms"][5:]) / 1000, came[-1] - came[4]
+        inside, outside = sum(record.parse(printed, steps=20)["times_ms"][5:]) / 1000, came[-1] - came[4]
         if inside == pytest.approx(outside, rel=0.05):
             return
     pytest.fail(f"the steps say that they took {inside:.2f} s, and their lines came within {outside:.2f} s")

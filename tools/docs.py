@@ -19,12 +19,13 @@ from pathlib import Path
 
 import jinja2
 import numpy as np
+import record
 import render
 import unidiff
 from ladder import PLAIN_GIT, ROOT, changed_lines, read_ladder, read_toml, split
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
-from measure import steady
+from measure import TEN
 from pygments import lex
 from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES
@@ -190,7 +191,7 @@ class Site:
 
     def __init__(self):
         self.rungs = read_ladder()
-        self.results = {folder.name: render.read(folder / "ladder.json") for folder in render.newest()}
+        self.results = {folder.name: record.read(folder / "ladder.json") for folder in render.newest()}
         if not self.results:
             raise ValueError("results/ holds no finished measurement: make ladder")
         self.first = next(iter(self.results))
@@ -261,6 +262,9 @@ class Site:
     def conditions(self, data):
         return " ".join(render.conditions(data))
 
+    def batches(self, data):
+        return render.batch_cells(data)
+
     def row(self, name, script):
         """What was measured of a script in one of the results, or None."""
         return next((row for row in self.results[name]["rows"] if row["name"] == script), None)
@@ -272,6 +276,37 @@ class Site:
         """The runs of a row that came to their end."""
         return [run for run in row["runs"] if not run["error"]]
 
+    def predictions(self, script):
+        """What results/predictions.toml says of a script, beside what was measured since, a sentence each."""
+        said = []
+        for p in read_toml("results/predictions.toml")["prediction"]:
+            if not (expected := p["ms"].get(script)):
+                continue
+            low, high = expected
+            where = f"{p['device']}, B {p['batch_size']}, T {p['seq_len']}"
+            what = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+            found = self.measured_ms(script, p)
+            if found is None:
+                result = "not measured yet"
+            else:
+                miss = f"{found / high - 1:.0%} more" if found > high else f"{1 - found / low:.0%} less"
+                result = f"measured: {found:,.1f} ms, {'as predicted' if low <= found <= high else miss}"
+            said.append(f"Predicted on {p['date']} for {where}: {what} ms per step; {result}.")
+        return said
+
+    def measured_ms(self, script, prediction):
+        """The newest median step on the device, model, B and T of a prediction, or None."""
+        found = []
+        for data in map(record.read, (ROOT / "results").glob("*/ladder.json")):
+            settings = data["settings"]
+            here = data["machine"]["name"], settings["model"], settings["seq_len"]
+            if here == (prediction["device"], prediction["model"], prediction["seq_len"]):
+                found += [(data, settings["batch_size"], row) for row in data["rows"] if row["name"] == script]
+                cells = [cell for cell in data["batches"] if script == TEN and cell["compile_mode"] == "default"]
+                found += [(data, cell["batch_size"], cell) for cell in cells]
+        times = [(d["finished"] or "", one["median_ms"]) for d, b, one in found if b == prediction["batch_size"]]
+        return max((time for time in times if time[1]), default=(None, None))[1]
+
     def measured(self, script, **predicted):
         """What was predicted for a script (speed, memory, loss) beside what was measured, with plots."""
         rung = next(rung for rung in self.rungs if rung.file == script)
@@ -280,7 +315,7 @@ class Site:
             rows = [self.row(name, file) for file in (rung.before, script) if file]
             plots = self.plots(name, [row for row in rows if self.worked(row)]) if self.worked(rows[-1]) else []
             found.append((name, self.findings(name, rows[-1], rows[0] if rung.before else None), plots))
-        return self.part("measured", predicted=predicted, found=found)
+        return self.part("measured", predicted=predicted, found=found, predictions=self.predictions(script))
 
     def findings(self, name, row, before):
         """What was measured of a row, and of the one before it if there is one, in words."""
@@ -327,7 +362,7 @@ class Site:
         times = axes("Time per step", [f"{row['median_ms']:,.1f} ms" for row in rows])
         losses = axes("Loss", [f"{self.good(row)[0]['losses'][-1]:.4f} at the last step" for row in rows])
         for place, row in enumerate(rows):
-            steps = np.concatenate([steady(run["times_ms"]) for run in self.good(row)])
+            steps = np.concatenate([record.steady(run["times_ms"]) for run in self.good(row)])
             colour = (render.RUNG, render.PEER)[place]
             times.plot(
                 steps, place + spread.uniform(-0.25, 0.25, len(steps)), "o", color=colour, markersize=3, alpha=0.6

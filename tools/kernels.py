@@ -1,8 +1,9 @@
 """Where the time of a script's step goes, by kind of kernel:  python tools/kernels.py speedup_05_compile.py --steps 10
 
 Runs the script as it is under torch.profiler, looks at 3 steady steps, and prints JSON in a line after its own:
-milliseconds per step. On a GPU the kernels are grouped, each by its name and by the operation that launched it; idle is
-when none ran. On a CPU the operations are, each by the time that it spent in itself; idle is Python and dispatch.
+milliseconds per step, the attention kernel that ran, and the peak of the memory that PyTorch reserved. On a GPU the
+kernels are grouped, each by its name and by the operation that launched it; idle is the time in which none ran. On a
+CPU the operations are grouped, each by the time that it spent in itself; idle is Python and dispatch.
 """
 
 import json
@@ -16,11 +17,20 @@ STEPS = 3
 # The first that matches names the group. A compiled kernel's name lists all that was fused into it.
 GROUPS = {
     "optimizer": r"optimizer\.|adam|multi_tensor|_foreach_|vector_norm|lpnorm",
-    "attention": r"flash|fmha|attention|sdpa|bmm",  # the batched products are those of attention written out
-    "softmax and loss": r"softmax|nll_loss|cross_entropy",
-    "matmul": r"gemm|gemv|nvjet|cutlass|cublas|splitk|\b(add)?mm\b",
+    # the batched products are those of attention written out
+    "attention": r"flash|fmha|attention|sdpa|bmm",
+    # nvjet: cuBLAS from Hopper on; tem_fused: a product that Inductor wrote itself, with what follows it fused in
+    "matmul": r"gemm|gemv|nvjet|cutlass|cublas|splitk|tem_fused|^aten::_?(add|scaled_)?mm(_activation)?$",
+    "softmax and loss": r"softmax|logsumexp|nll_loss|cross_entropy",
     "copies": r"memcpy|memset|direct_copy|aten::(copy_|fill_|zero_|cat)$|fused__to_copy(_t|_view)*_\d+$",
     "normalisation and element-wise": "",
+}
+# cuDNN's kernels have "flash" in their names as well.
+ATTENTION = {
+    "cuDNN": r"cudnn_attention|cudnn.*sdpa",
+    "flash": r"flash_attention|flash_fwd",
+    "memory-efficient": r"efficient_attention|fmha_cutlass",
+    "math": r"attention_math",
 }
 NO_WORK = re.compile(r"CompiledFxGraph|^CompiledFunction|Torch-Compiled|Dynamo|^autograd::engine")
 
@@ -46,13 +56,33 @@ def nested(events):
     return done
 
 
-def grouped(trace):
-    """Milliseconds per step by group, from the events of a Chrome trace of torch.profiler."""
+def attention(names):
+    """Which kernel computed attention, from the names of all operations and kernels."""
+    ran = (kind for kind, pattern in ATTENTION.items() if any(re.search(pattern, name) for name in names))
+    return next(ran, "written out")
+
+
+def length(spans):
+    """The length of the union of (start, end) spans: kernels that overlap count once."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def in_steps(trace):
+    """The steps of a Chrome trace of torch.profiler, and the events within them."""
     events = [event for event in trace if event.get("ph") == "X"]
     # a GPU's trace has these once more, as the GPU saw them: that range leaves kernels out
     steps = [e for e in events if e["name"].startswith("ProfilerStep") and e["cat"] == "user_annotation"]
     start, end = min(step["ts"] for step in steps), max(step["ts"] + step["dur"] for step in steps)
-    events = [e for e in events if start <= e["ts"] < end and not e["name"].startswith("ProfilerStep")]
+    return steps, [e for e in events if start <= e["ts"] < end and not e["name"].startswith("ProfilerStep")]
+
+
+def grouped(steps, events):
+    """Milliseconds per step by group."""
+    whole = max(step["ts"] + step["dur"] for step in steps) - min(step["ts"] for step in steps)
     threads = {}
     for event in events:
         if event.get("cat") in ("cpu_op", "user_annotation"):
@@ -67,23 +97,31 @@ def grouped(trace):
         for kernel in kernels:
             operation, path = launched_in.get(kernel["args"].get("External id"), ("", ""))
             kind = group(kernel["name"], f"{path} {operation}")
-            if kind in ("matmul", "normalisation and element-wise") and operation.startswith("aten::"):
-                kind = group(operation)  # cuBLAS has one name for a product in attention and any other
+            said = group(operation) if operation.startswith("aten::") else kind
+            # many kernels have general names, and cuBLAS has one for a product in attention and any other
+            if kind == "normalisation and element-wise" or (kind, said) == ("matmul", "attention"):
+                kind = said
             total[kind] += kernel["dur"]
+        busy = length((kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in kernels)
     else:
         for event, path, own in operations:
             if not NO_WORK.search(event["name"]):
                 total[group(event["name"], " ".join(path))] += own
-    total["idle"] = max(0.0, end - start - sum(total.values()))
+        busy = sum(total.values())
+    total["idle"] = max(0.0, whole - busy)
     return {kind: round(time / 1000 / len(steps), 4) for kind, time in total.items()}
 
 
 def profile(script):
-    """Run a script, whose arguments are in sys.argv, and return what grouped() does."""
+    """Run a script, whose arguments are in sys.argv, and look at its steps."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    torch._inductor.config.cpp.enable_kernel_profile = True  # or compiled C++ would be one nameless block
+    gpu = torch.accelerator.is_available() and "cpu" not in sys.argv
+    if not gpu:
+        # Without it compiled C++ is one nameless block. It changes the key of Inductor's cache, so on a CPU the first
+        # profile compiles; on a GPU nothing may change, and the profile finds the kernels of the runs before it.
+        torch._inductor.config.cpp.enable_kernel_profile = True
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "trace.json")
         profiler = torch.profiler.profile(
@@ -92,16 +130,23 @@ def profile(script):
         )
 
         def end_of_step(*_):
-            if torch.accelerator.is_available():
+            if gpu:
                 torch.accelerator.synchronize()  # the queued kernels belong to this step
             profiler.step()
 
-        register_optimizer_step_post_hook(end_of_step)
+        hook = register_optimizer_step_post_hook(end_of_step)
         with profiler:
             runpy.run_path(script, run_name="__main__")
+        hook.remove()
         if not Path(path).exists():
             sys.exit("kernels.py: error: it takes at least 9 steps")
-        return grouped(json.loads(Path(path).read_text())["traceEvents"])
+        steps, events = in_steps(json.loads(Path(path).read_text())["traceEvents"])
+        reserved = torch.cuda.max_memory_reserved() if gpu and torch.cuda.is_available() else None
+        return {
+            "groups_ms": grouped(steps, events),
+            "attention": attention([event["name"] for event in events]),
+            "reserved_gib": reserved and round(reserved / 2**30, 2),
+        }
 
 
 if __name__ == "__main__":

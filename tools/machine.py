@@ -11,6 +11,7 @@ import platform
 import cpuinfo
 import psutil
 import torch
+from gauge import gpu_id
 from torch.utils import collect_env
 
 
@@ -26,7 +27,9 @@ def describe(device):
         "device_memory_gib": round(module.mem_get_info(device)[1] / 2**30, 1) if cuda else None,
         "capability": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else capability,
         "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
+        "gpu_id": gpu_id(module.get_device_properties(device)) if cuda else None,
         "cuda": torch.version.cuda or torch.version.hip,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

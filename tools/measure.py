@@ -3,8 +3,12 @@
 Runs each script as a user does, in a process of its own, all with the same B, T and model, and reads the lines that it
 prints. Writes results/<device>-<date>/ladder.json, the table as summary.txt, and plots. --repeat R goes over the ladder
 R times, up and down in turns (A B C, C B A, A B C ...), so that a machine that drifts favours no rung; a speed-up is
-the median over the passes of the quotient within a pass. Ctrl-C keeps what was measured: the same command goes on from
-there, and tries again what failed.
+the median over the passes of the quotient within a pass. What matters most is measured first: the peak of the device,
+one pass over the ladder, the profile, the table of batch sizes, the peers, further passes, the largest batch.
+
+A measurement that was cut, by Ctrl-C or by --budget, is kept: the same command continues it and retries what failed.
+It may continue on another host with the same GPU, torch and CUDA. A pass is of one host, so one that was cut is
+measured there anew, and the scripts that have no figure yet come first.
 """
 
 import argparse
@@ -13,8 +17,10 @@ import hashlib
 import itertools
 import json
 import os
+import platform
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,18 +29,25 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+import gauge
+import record
 import render
 from ladder import ROOT, read_ladder
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-STEP = re.compile(r"^step +(\d+) \| loss (\d+\.\d+) \|.* dt +(\d+\.\d+) ms \| +[\d,]+ tok/s\b", re.MULTILINE)
-MEMORY = re.compile(r"^median of steps .* peak memory (\d+\.\d+) GiB$", re.MULTILINE)
-PARAMETERS = re.compile(r"^device .* ([\d,]+) parameters \| B \d+ T \d+$", re.MULTILINE)
-ROOF_FLAGS = ("model", "batch-size", "seq-len", "device")
-# Set by some containers and by nobody who reads the table: they would change what a script computes in.
+# Set by some containers and by nobody who reads the table: they would change what a script computes in, or keep its
+# compiled kernels where measure.py does not know of them.
 OVERRIDES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+OVERRIDES += ("TRITON_CACHE_DIR",)
 PROFILED_STEPS = 9  # 4 to settle, 1 to warm the profiler, 3 looked at, and the last ends them
+FIT_STEPS = 10
+TEN = "speedup_10_fused_adamw.py"
+BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
+MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # the same in all of a measurement
+
+
+class TimeUp(Exception):
+    """The budget is spent."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +61,33 @@ class Row:
     kind: str  # rung, branch or peer
 
 
-def rows(peers, branches):
-    """The rungs of ladder.toml in order; if asked for, its branches, and then the peers: what others would run."""
-    parts = ("rung", "branch") if branches else ("rung",)
-    ladder = [rung for rung in read_ladder() if rung.part in parts]
+def rows(peers=False, branches=False, only=()):
+    """The rungs of ladder.toml in order; if asked for, its branches, and then the peers: what others would run.
+
+    Of `only` (01 ... 10, ddp, fsdp, fp16) those alone, with the script that each is a diff from. Raises ValueError for
+    one that there is not.
+    """
+    ladder = [rung for rung in read_ladder() if rung.part in ("rung", "branch")]
     found = [Row(rung.file, (rung.file,), rung.precision, rung.before, rung.part) for rung in ladder]
-    if peers:
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "ddp_run.py")
-        ten = "speedup_10_fused_adamw.py"
-        for name, words, precision, before in (
-            ("ddp_run.py under torchrun", torchrun, "bf16", "ddp_run.py"),
-            ("transformers, plain loop", ("tools/peers.py", "plain"), "float32", ten),
-            ("transformers, bf16, compiled", ("tools/peers.py", "compiled"), "bf16", ten),
-            ("transformers.Trainer", ("tools/peers.py", "trainer"), "bf16", ten),
-        ):
-            found.append(Row(name, words, precision, before, "peer"))
-    return found
+    for name, words, precision, before in (
+        (
+            "ddp_run.py under torchrun",
+            "-m torch.distributed.run --standalone --nproc_per_node=1 ddp_run.py",
+            "bf16",
+            None,
+        ),
+        ("transformers, plain loop", "tools/peers.py plain", "float32", TEN),
+        ("transformers, bf16, compiled", "tools/peers.py compiled", "bf16", TEN),
+        ("transformers.Trainer", "tools/peers.py trainer", "bf16", TEN),
+    ):
+        found.append(Row(name, tuple(words.split()), precision, before or "ddp_run.py", "peer"))
+    short = {re.search(r"(?:speedup_)?([^_/.]+)[^/]*$", row.name)[1]: row.name for row in found if row.kind != "peer"}
+    if unknown := set(only) - set(short):
+        raise ValueError(f"--only {min(unknown)}: it is one of {', '.join(short)}")
+    wanted = {row.name for row in found if not only and row.kind == "rung" or branches and row.kind == "branch"}
+    wanted |= {short[name] for name in only} | {row.name for row in found if peers and row.kind == "peer"}
+    before = {row.before for row in found if row.name in wanted}
+    return [row for row in found if row.name in wanted | before]
 
 
 def command(row, settings, **changed):
@@ -91,7 +115,7 @@ def execute(words, cache, on_step=lambda: None):
                 if line.startswith("step "):
                     on_step()
             status = child.wait()
-        finally:  # Ctrl-C, or an error here: nothing goes on training behind the user's back
+        finally:  # Ctrl-C, the end of the budget, an error here: nothing goes on training behind the user's back
             if child.poll() is None:
                 child.terminate()
                 child.wait()
@@ -99,223 +123,222 @@ def execute(words, cache, on_step=lambda: None):
         return "".join(out), errors.read(), status
 
 
-def parse(text, errors="", status=0, steps=None):
-    """A run, from what a script printed. What it printed before it failed stays; a line cut in half is left out."""
-    found = STEP.findall(text)
-    memory, parameters = MEMORY.search(text), PARAMETERS.search(text)
-    run = {
-        "times_ms": [float(ms) for _, _, ms in found],
-        "losses": [float(loss) for _, loss, _ in found],
-        "peak_memory_gib": float(memory[1]) if memory else None,
-        "parameters": int(parameters[1].replace(",", "")) if parameters else None,
-        "error": None,
-    }
-    if status:
-        said = [line.strip() for line in errors.splitlines() if line.strip()]
-        said = [line for line in said if ": error: " in line] or said  # torchrun adds a report of its own
-        killed = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        run["error"] = said[-1] if said and status > 0 else killed
-    elif steps is not None and len(found) != steps:
-        run["error"] = f"ended after {len(found)} of {steps} steps"
-    elif not found or min(steady(run["times_ms"])) <= 0:
-        run["error"] = "a step of no length: the clock is too coarse for it" if found else "it printed no step"
-    return run
-
-
-def steady(times):
-    """The steps that count, by the scripts' own rule: the first 10 are left out, under 20 steps the first half."""
-    return times[10 if len(times) >= 20 else len(times) // 2 :]
-
-
-def medians(row):
-    """Pass -> median of its steady steps in ms, for the runs that succeeded."""
-    return {run["pass"]: float(np.median(steady(run["times_ms"]))) for run in row["runs"] if not run["error"]}
-
-
-def faster(row, other):
-    """How many times as fast as another row: the median, least and largest quotient over the passes both ran in."""
-    mine, its = medians(row), medians(other) if other else {}
-    quotients = [its[number] / mine[number] for number in mine if number in its]
-    if not quotients:
-        return None
-    return {"median": rounded(np.median(quotients)), "low": rounded(min(quotients)), "high": rounded(max(quotients))}
-
-
-def rounded(number):
-    return float(f"{number:.5g}")
-
-
-def precision_used(wanted, said):
-    """A rung's precision on this device: where it cannot, the script says so and goes on with the one below."""
-    if wanted == "bf16" and "no bf16 here" in said:
-        wanted = "tf32"
-    return "float32" if wanted == "tf32" and "no TF32 here" in said else wanted
-
-
-def summarise(data):
-    """Write into every row what follows from its runs."""
-    by_name = {row["name"]: row for row in data["rows"]}
-    tokens = data["settings"]["batch_size"] * data["settings"]["seq_len"]
-    for row in data["rows"]:
-        good = [run for run in row["runs"] if not run["error"]]
-        failed = [run["error"] for run in row["runs"] if run["error"]]
-        row["error"] = failed[-1] if failed else None
-        row |= dict.fromkeys(("median_ms", "quartiles_ms", "tokens_per_s", "over_baseline", "over_before"))
-        row |= dict.fromkeys(("peak_memory_gib", "parameters", "first_step_s", "tflops", "roof_share"))
-        if not good:
-            continue
-        pooled = [ms for run in good for ms in steady(run["times_ms"])]
-        median = float(np.median(list(medians(row).values())))
-        row["median_ms"] = rounded(median)
-        row["quartiles_ms"] = [rounded(q) for q in np.percentile(pooled, [25, 75])]
-        row["tokens_per_s"] = rounded(1000 * tokens / median)
-        row["over_baseline"] = faster(row, data["rows"][0])
-        row["over_before"] = faster(row, by_name.get(row["before"]))
-        row["peak_memory_gib"] = max((run["peak_memory_gib"] for run in good if run["peak_memory_gib"]), default=None)
-        row["parameters"] = good[0]["parameters"]
-        cold = [run["times_ms"][0] for run in good if run["cold"]]
-        row["first_step_s"] = rounded(cold[0] / 1000) if cold else None
-        if data["roof"]:
-            flops = data["roof"]["flops_per_token"]
-            row["tflops"] = rounded(row["tokens_per_s"] * flops / 1e12)
-            if ceiling := data["roof"]["ceilings_tflops"].get(row["precision"]):
-                row["roof_share"] = rounded(row["tflops"] / ceiling)
-
-
-def largest(fits, sizes, start):
-    """The last of the ascending sizes that fits, or None: ever longer strides from sizes[start], then halving."""
-    fit, miss, at, stride = -1, len(sizes), start, 1  # the last index known to fit, the first known not to
-    while miss - fit > 1:
-        if fits(sizes[at]):
-            fit = at
+def largest(fits, start=16):
+    """The largest power of two that fits, or 0: 16, 64 and 128 are tried first, then on by doubling or halving."""
+    fit, miss, size = 0, 8192, start
+    while fit < size < miss:
+        if fits(size):
+            fit = size
+            size *= 4 if size == 16 and miss > 64 else 2
         else:
-            miss = at
-        if fit >= 0 and miss < len(sizes):
-            at = (fit + miss) // 2
-        else:
-            at = min(at + stride, len(sizes) - 1) if fit >= 0 else max(at - stride, 0)
-            stride *= 2
-    return sizes[fit] if fit >= 0 else None
-
-
-def sizes_up_to(top):
-    """Batch sizes worth trying: 1 to 8, then four to an octave (10, 12, 14, 16, 20, 24, 28, 32, 40 ...)."""
-    grid, octave = list(range(1, 8)), 8
-    while octave <= top:
-        grid += [octave * quarters // 4 for quarters in (4, 5, 6, 7)]
-        octave *= 2
-    return [size for size in grid if size <= top]
+            miss = size
+            size = 2 * fit or size // 2
+    return fit
 
 
 class Measurement:
     """A ladder.json in the making. Each run is saved before the next begins."""
 
-    def __init__(self, path, data, progress, caches):
-        self.path, self.data, self.progress, self.caches = path, data, progress, caches
-        self.settings, self.plan = data["settings"], rows(data["settings"]["peers"], data["settings"]["branches"])
-        rounds = self.settings["repeat"] + self.settings["profile"] + self.settings["fit"]
-        self.task, self.done = progress.add_task("", total=rounds * len(self.plan)), 0
+    def __init__(self, path, data, plan, host, progress, caches, ends):
+        self.path, self.data, self.plan, self.host, self.progress = path, data, plan, host, progress
+        self.settings, self.caches, self.ends, self.commit = data["settings"], caches, ends, commit()
+        self.records = {row["name"]: row for row in data["rows"]}
+        self.gpu, self.tried = gauge.find_gpu(host["gpu_id"]), set()
+        self.all, self.current = progress.add_task(""), progress.add_task("", visible=False)
 
-    def cache(self, row):
-        """Where torch.compile keeps a row's kernels: empty before its first run, whose first step compiles them all."""
-        return Path(self.caches) / re.sub(r"\W", "_", row.name)
+    def stages(self):
+        """(title, jobs, whether they are worth something only together), what matters most first.
 
-    def run(self, row, title, **changed):
-        """(the run, what the script wrote to stdout). A script that fails, in whatever way, is a run with an error."""
+        A job is (its method, its arguments); those that are left, and those that failed before this call.
+        """
+        ladder = [row for row in self.plan if row.kind != "peer"]
+        peers = [row for row in self.plan if row.kind == "peer"]
+        ten = next((row for row in rows() if row.name == TEN), None)
+        batches = [(ten, *cell) for cell in BATCHES] if self.settings["batches"] else []
+        yield "peak", self.left([(self.roof, None)]), False
+        yield "pass 1", self.passing(0, ladder), False
+        yield "profile", self.profiling(ladder), False
+        yield "batch sizes", self.left([(self.batch, *cell) for cell in batches]), False
+        yield "pass 1", self.passing(0, peers), False
+        yield "profile", self.profiling(peers), False
+        for number in range(self.settings["repeat"]):
+            yield f"pass {number + 1}", self.passing(number, self.plan) + self.of_other_hosts(number), True
+        yield "largest batch", self.left([(self.fit, row) for row in self.plan if self.settings["fit"]]), False
+
+    def left(self, jobs):
+        """Of these jobs the ones with no result, or with one that failed before this call."""
+        results = [(job, self.result(*job)) for job in jobs]
+        return [job for job, found in results if not found or (found.get("error") and job not in self.tried)]
+
+    def result(self, do, row, *more):
+        """What a job has in the record, or None."""
+        if do == self.roof:
+            return self.data["roof"]
+        if do == self.measure:
+            return next((run for run in self.records[row.name]["runs"] if run["pass"] == more[0]), None)
+        if do == self.batch:
+            cells = {(cell["batch_size"], cell["compile_mode"]): cell["run"] for cell in self.data["batches"]}
+            return cells.get(more)
+        return self.records[row.name]["profile" if do == self.profile else "fit"]
+
+    def passing(self, number, plan):
+        """Of a pass what is left. Every second pass goes down the ladder."""
+        return self.left([(self.measure, row, number) for row in (reversed(plan) if number % 2 else plan)])
+
+    def of_other_hosts(self, number):
+        """Of a pass that was begun on another host and goes on here, what was measured there."""
+        runs = {row: self.result(self.measure, row, number) for row in self.plan}
+        hosts = {row: run["host"] for row, run in runs.items() if run and not run["error"]}
+        cut = len(set(hosts.values())) > 1 or None in runs.values()
+        return [(self.measure, row, number) for row, host in hosts.items() if cut and host != self.host["id"]]
+
+    def profiling(self, plan):
+        wanted = [row for row in plan if self.settings["profile"] and row.words[0].endswith(".py")]
+        return self.left([(self.profile, row) for row in wanted])
+
+    def expected(self, row):
+        """Seconds that a run of this row will take, from the ones before; 0 if nothing is known."""
+        good = [run for record in self.data["rows"] for run in record["runs"] if not run["error"]]
+        own = [run for run in self.records.get(row.name, {"runs": []})["runs"] if not run["error"]] if row else []
+        if own:  # without the compilation, if its kernels are kept
+            compiled = self.cache(row).exists() and (own[-1]["times_ms"][0] - record.median_ms(own[-1])) / 1000
+            return own[-1]["process_s"] - compiled
+        return max((run["process_s"] for run in good), default=0)
+
+    def go(self):
+        """Do all that is left, as far as the budget allows. Raises RuntimeError if every script failed."""
+        for title, jobs, together in self.stages():
+            for at, job in enumerate(jobs):
+                needs = [self.expected(row) for _, row, *_ in (jobs if together and not at else [job])]
+                if time.monotonic() + sum(needs) > self.ends:
+                    break
+                row = job[1]
+                self.progress.update(self.all, description=title, completed=at, total=len(jobs))
+                self.progress.reset(self.current, description=row.name if row else title, visible=True)
+                self.tried.add(job)
+                do, *arguments = job
+                do(*arguments)
+            else:
+                measured = [row for row in self.data["rows"] if row["runs"]]
+                if measured and all(row["median_ms"] is None for row in measured):
+                    raise RuntimeError("every script failed")
+
+    def state(self):
+        """Which rows each pass has, and what is left."""
+        lines = []
+        for number in range(self.settings["repeat"]):
+            runs = {row.name: self.result(self.measure, row, number) for row in self.plan}
+            done = [name for name, run in runs.items() if run and not run["error"]]
+            names = "" if len(done) in (0, len(runs)) else f": {', '.join(done)}"
+            lines.append(f"pass {number + 1}: {len(done)} of {len(runs)} rows{names}")
+        return [*lines, f"left: {', '.join(dict.fromkeys(title for title, jobs, _ in self.stages() if jobs))}"]
+
+    # -- one run of each kind
+
+    def cache(self, row, *more):
+        """Where torch.compile keeps a row's kernels."""
+        return Path(self.caches) / re.sub(r"\W+", "_", " ".join([row.name, *map(str, more)]))
+
+    def run(self, row, cache, fresh=True, **changed):
+        """(the run, what the script wrote to stdout). A script that fails, in whatever way, is a run with an error.
+
+        A fresh run finds nothing in its cache: its first step compiles everything.
+        """
+        if fresh:
+            shutil.rmtree(cache, ignore_errors=True)
         steps = changed.get("steps", self.settings["steps"])
-        cold, started, start, count = not self.cache(row).exists(), now(), time.perf_counter(), 0
-        self.cache(row).mkdir(exist_ok=True)
+        self.progress.reset(self.current, total=steps, description=f"{row.name}: start and first step")
+        busy, cold, count, gpu = gauge.busy(self.gpu), not cache.exists(), 0, None
+        cache.mkdir(exist_ok=True, parents=True)
 
         def on_step():
-            nonlocal count
+            nonlocal count, gpu
             count += 1
-            words = f"{title}  {row.name}  step {count}/{steps}"
-            self.progress.update(self.task, description=words, completed=self.done + count / steps)
+            if count == steps // 2 + 1:
+                gpu = gauge.reading(self.gpu)  # under load
+            self.progress.update(self.current, completed=count, description=row.name)
 
-        self.progress.update(self.task, description=f"{title}  {row.name}")
-        text, errors, status = execute(command(row, self.settings, **changed), self.cache(row), on_step)
-        run = parse(text, errors, status, steps)
-        return {"started": started, "cold": cold, "process_s": round(time.perf_counter() - start, 2)} | run, text
+        if self.host["id"] not in (host["id"] for host in self.data["hosts"]):
+            self.data["hosts"].append(self.host)
+        about = {"started": now(), "host": self.host["id"], "busy": busy, "cold": cold}
+        start = time.perf_counter()
+        text, errors, status = execute(command(row, self.settings, **changed), cache, on_step)
+        about |= {"process_s": round(time.perf_counter() - start, 2), "gpu": gpu}
+        return about | record.parse(text, errors, status, steps), text
 
     def next(self, title, row, result):
         """Save, and say what a row came to."""
-        self.data["finished"] = None
-        summarise(self.data)
-        render.save(self.path, self.data)
-        self.progress.console.print(f"{title}  {row.name}: {result}", highlight=False, markup=False, soft_wrap=True)
+        if self.commit not in self.data["commits"]:
+            self.data["commits"].append(self.commit)
+        record.summarise(self.data)
+        if all(other["runs"] for other in self.data["rows"] if other["kind"] != "peer"):
+            self.data["finished"] = now()  # there is a whole table
+        record.save(self.path, self.data)
+        self.say(f"{title}  {row.name}: {result}")
 
-    def each(self, down=False):
-        """The rows with their records, the bar moved on after each."""
-        pairs = list(zip(self.plan, self.data["rows"], strict=True))
-        for row, record in reversed(pairs) if down else pairs:
-            yield row, record
-            self.done += 1
-            self.progress.update(self.task, completed=self.done)
+    def say(self, text):
+        self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def roof(self):
-        if not self.data["roof"]:
-            self.progress.update(self.task, description="the roof")
-            flags = (f"--{flag}={self.settings[flag.replace('-', '_')]}" for flag in ROOF_FLAGS)
-            try:
-                self.data["roof"] = ask("roof.py", *flags)
-            except RuntimeError as error:  # the speeds hold without it
-                self.progress.console.print(f"no roof: {error}", highlight=False, markup=False, soft_wrap=True)
+    def roof(self, _):
+        flags = ("model", "batch-size", "seq-len", "device")
+        try:
+            self.data["roof"] = ask("roof.py", *(f"--{flag}={self.settings[flag.replace('-', '_')]}" for flag in flags))
+        except RuntimeError as error:  # the speeds hold without it
+            self.say(f"no peak: {error}")
 
-    def passes(self):
-        """Raises RuntimeError if every script failed in a whole pass: another pass would end the same way."""
-        for number in range(self.settings["repeat"]):
-            title = f"pass {number + 1}/{self.settings['repeat']}"
-            for row, record in self.each(down=number % 2 == 1):
-                if any(run["pass"] == number and not run["error"] for run in record["runs"]):
-                    continue
-                run, text = self.run(row, title)
-                others = [other for other in record["runs"] if other["pass"] != number]
-                record["runs"] = sorted([*others, {"pass": number} | run], key=lambda run: run["pass"])
-                record["precision"] = precision_used(row.precision, text)
-                self.next(title, row, run["error"] or f"{medians(record)[number]:,.2f} ms")
-            if all(row["median_ms"] is None for row in self.data["rows"]):
-                raise RuntimeError("every script failed")
+    def measure(self, row, number):
+        kept = self.records[row.name]
+        run, text = self.run(row, self.cache(row), fresh=number == 0)
+        others = [other for other in kept["runs"] if other["pass"] != number]
+        kept["runs"] = sorted([*others, {"pass": number} | run], key=lambda run: run["pass"])
+        kept["precision"] = record.precision_used(row.precision, text)
+        busy = f" (busy: {run['busy']})" if run["busy"] else ""
+        title = f"pass {number + 1}/{self.settings['repeat']}"
+        self.next(title, row, (run["error"] or f"{record.median_ms(run):,.2f} ms") + busy)
 
-    def profiles(self):
-        for row, record in self.each():
-            if not row.words[0].endswith(".py") or (record["profile"] and not record["profile"]["error"]):
-                continue
-            self.progress.update(self.task, description=f"profile  {row.name}")
-            words = command(row, self.settings, steps=PROFILED_STEPS)
-            text, errors, status = execute(["tools/kernels.py", *words], self.cache(row))
-            error = parse(text, errors, status, PROFILED_STEPS)["error"]
-            groups = None if error else json.loads(text.splitlines()[-1])
-            record["profile"] = {"groups_ms": groups, "error": error}
-            self.next("profile", row, error or f"{sum(groups.values()):,.2f} ms")
+    def profile(self, row):
+        words = command(row, self.settings, steps=PROFILED_STEPS)
+        text, errors, status = execute(["tools/kernels.py", *words], self.cache(row))
+        error = record.parse(text, errors, status, PROFILED_STEPS)["error"]
+        found = (
+            dict.fromkeys(("groups_ms", "attention", "reserved_gib")) if error else json.loads(text.splitlines()[-1])
+        )
+        self.records[row.name]["profile"] = found | {"error": error}
+        self.next("profile", row, error or f"{sum(found['groups_ms'].values()):,.2f} ms")
 
-    def fits(self):
-        start = self.settings["batch_size"]
-        for row, record in self.each():
-            if not record["fit"] or record["fit"]["error"]:
-                record["fit"] = fit = self.fit(row, start)
-                self.next("fit", row, fit["error"] or f"B {fit['batch_size']}, {fit['tokens_per_s']:,.0f} tok/s")
-            start = record["fit"]["batch_size"] or start  # the next row's will be near
+    def batch(self, row, size, mode):
+        run, text = self.run(row, self.cache(row, size, mode), batch_size=size, compile_mode=mode)
+        cell = {"batch_size": size, "compile_mode": mode}
+        others = [other for other in self.data["batches"] if {k: other[k] for k in cell} != cell]
+        cell |= {"precision": record.precision_used(row.precision, text), "run": run}
+        self.data["batches"] = sorted(
+            [*others, cell], key=lambda c: BATCHES.index((c["batch_size"], c["compile_mode"]))
+        )
+        self.next(f"B {size}, {mode}", row, run["error"] or f"{record.median_ms(run):,.2f} ms")
 
-    def fit(self, row, start):
-        """The largest micro-batch that the device holds, and the speed with it."""
+    def fit(self, row):
+        """The largest micro-batch of a power of two that the device holds, and the speed with it."""
+        done = [self.records[other.name]["fit"] or {} for other in self.plan[: self.plan.index(row)]]
+        start = next(
+            (fit["batch_size"] for fit in reversed(done) if fit.get("batch_size")), 16
+        )  # the next will be near
         fit = dict.fromkeys(("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error"))
 
         def fits(size):
-            error = self.run(row, f"fit  B {size}", batch_size=size, steps=2)[0]["error"]
-            fit["limit"] = error or fit["limit"]
-            return not error
+            run, _ = self.run(row, self.cache(row, size), batch_size=size, steps=FIT_STEPS)
+            if run["error"]:
+                fit["limit"] = run["error"]
+            else:
+                median = record.median_ms(run)
+                found = record.speed(self.data, size, median, row.precision)
+                fit.update({k: found[k] for k in ("median_ms", "tokens_per_s")} | {"batch_size": size})
+                fit["peak_memory_gib"] = run["peak_memory_gib"]
+            return not run["error"]
 
-        grid = sizes_up_to(4096)
-        size = largest(fits, grid, grid.index(max(size for size in grid if size <= start)))
-        while size:
-            run, _ = self.run(row, f"fit  B {size}", batch_size=size)
-            if not run["error"]:
-                median = float(np.median(steady(run["times_ms"])))
-                speed = rounded(1000 * size * self.settings["seq_len"] / median)
-                found = {"median_ms": rounded(median), "tokens_per_s": speed, "peak_memory_gib": run["peak_memory_gib"]}
-                return fit | found | {"batch_size": size}
-            size = max((smaller for smaller in grid if smaller < size), default=None)  # it fitted for 2 steps only
-        return fit | {"error": fit["limit"]}
+        if not largest(fits, start):
+            fit["error"] = fit["limit"]
+        self.records[row.name]["fit"] = fit
+        self.next("largest batch", row, fit["error"] or f"B {fit['batch_size']}, {fit['tokens_per_s']:,.0f} tok/s")
 
 
 def ask(tool, *words):
@@ -323,7 +346,7 @@ def ask(tool, *words):
     with tempfile.TemporaryDirectory() as cache:
         text, errors, status = execute([f"tools/{tool}", *words], cache)
     if status:
-        why = parse(text, errors, status)["error"].rpartition(": error: ")[2]
+        why = record.parse(text, errors, status)["error"].rpartition(": error: ")[2]
         raise ValueError(why) if status == 2 else RuntimeError(why)
     return json.loads(text)
 
@@ -336,131 +359,151 @@ def commit():
     return head.stdout.strip() + ("" if clean else " and uncommitted changes") if head.returncode == 0 else None
 
 
-def sources():
-    """A hash of all that is measured and measures: results of other sources are another measurement."""
-    files = [ROOT / rung.file for rung in read_ladder()]
-    files += [ROOT / "ladder.toml", ROOT / "input.txt", *sorted((ROOT / "tools").glob("*.py"))]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+def sources(plan):
+    """A hash of the scripts that are measured and their text: those of others are another measurement."""
+    files = {word for row in plan for word in row.words if word.endswith(".py")}
+    return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in (*sorted(files), "input.txt"))).hexdigest()
 
 
-def begin(this, name, out):
-    """(the folder, its measurement): one that was interrupted is gone on with, else a new one begins.
+def begin(this, plan, name, out, line):
+    """(the folder, its measurement): one that is not complete is continued, else a new one begins.
 
     Raises ValueError where `out`, the folder that the user named, holds another.
     """
     results, today = ROOT / "results", str(datetime.datetime.now(datetime.timezone.utc).date())
     for folder in [out] if out else sorted(path.parent for path in results.glob(f"{name}-*/ladder.json")):
         if (folder / "ladder.json").exists():
-            data = render.read(folder / "ladder.json")
+            data = record.read(folder / "ladder.json")
             other = [key for key in this if data[key] != this[key]]
-            if not other and (out or not data["finished"] or data["finished"].startswith(today)):
+            if not other and (out or not data["complete"] or data["finished"].startswith(today)):
                 return folder, data
             if out:
                 raise ValueError(f"{out} holds a measurement with other {' and '.join(other)}: name another folder")
     free = itertools.chain([results / f"{name}-{today}"], (results / f"{name}-{today}-{n}" for n in itertools.count(2)))
     folder = out or next(folder for folder in free if not folder.exists())
     records = []
-    for row in rows(this["settings"]["peers"], this["settings"]["branches"]):
+    for row in plan:
         words = shlex.join(["python", *command(row, this["settings"])])
         about = {"name": row.name, "kind": row.kind, "before": row.before, "precision": row.precision}
         records.append(about | {"command": words, "runs": [], "profile": None, "fit": None})
-    line = shlex.join(["python", "tools/measure.py", *sys.argv[1:]])
-    return folder, this | {
-        "commit": commit(),
-        "command": line,
-        "started": now(),
-        "finished": None,
-        "roof": None,
-        "rows": records,
-    }
+    start = {"command": line, "started": now(), "finished": None, "complete": False, "commits": []}
+    return folder, this | start | {"hosts": [], "roof": None, "rows": records, "batches": []}
 
 
 def now():
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+def arguments():
+    """(the parser, its arguments, the command without what does not change what is measured)."""
+    how = argparse.ArgumentParser(add_help=False)
+    how.add_argument("--budget", type=float, metavar="MINUTES", help="end by then, with what matters most")
+    how.add_argument("--cache", type=Path, metavar="DIR", help="keep compiled kernels there for the next call")
+    how.add_argument("--out", type=Path, help="folder, default results/<device>-<date>")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS, parents=[how])
     parser.add_argument("--model", help="default gpt2; nano on a CPU")
     parser.add_argument("--batch-size", type=int, default=4, help="B, default 4")
     parser.add_argument("--seq-len", type=int, help="T, default 1024; 128 with nano")
     parser.add_argument("--steps", type=int, help="per run, default 50; 20 on a CPU")
     parser.add_argument("--repeat", type=int, help="passes over the ladder, default 3; 1 on a CPU")
     parser.add_argument("--device", help="default: the accelerator that PyTorch finds, else cpu")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NN", help="these rungs and the one before each: 05 06"
+    )
     parser.add_argument("--peers", action="store_true", help="also transformers' training loops, and torchrun")
     parser.add_argument("--branches", action="store_true", help="also the scripts in branches/")
-    parser.add_argument("--profile", action="store_true", help="also where the time of a step goes")
+    parser.add_argument("--profile", action="store_true", help="also where the time of a step goes, in which kernels")
+    parser.add_argument("--batches", action="store_true", help="also rung 10 at B 4, 16 and 64 in two compile modes")
     parser.add_argument("--fit", action="store_true", help="also the largest micro-batch that fits, and its speed")
-    parser.add_argument("--out", type=Path, help="folder, default results/<device>-<date>")
     args = parser.parse_args()
     if any(n is not None and n < 1 for n in (args.batch_size, args.seq_len, args.steps, args.repeat)):
         parser.error("--batch-size, --seq-len, --steps and --repeat must be at least 1")
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, lambda number, _: sys.exit(128 + number))  # the child is ended, the file is whole
+    if args.budget is not None and args.budget <= 0:
+        parser.error("--budget must be more than 0")
+    return parser, args, shlex.join(["python", "tools/measure.py", *how.parse_known_args()[1]])
 
+
+def look(args):
+    """(settings, the machine, the host, a name for the folder). Raises RuntimeError, ValueError."""
+    found = ask("machine.py", *(["--device", args.device] if args.device else []))
+    cpu = found["device"] == "cpu"
+    if cpu and args.fit:
+        raise ValueError("--fit takes a GPU: on a CPU the largest batch would take the machine's memory from all else")
+    if found["device"].startswith("cuda"):  # that GPU alone: Trainer would take every one it sees
+        seen, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(found["device"].partition(":")[2] or 0)
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[index] if seen else str(index)
+        found["device"] = "cuda"
+    model = args.model or ("nano" if cpu else "gpt2")
+    settings = {
+        "model": model,
+        "batch_size": args.batch_size,
+        "seq_len": args.seq_len or (128 if model == "nano" else 1024),
+        "steps": args.steps or (20 if cpu else 50),
+        "device": found["device"],
+        "repeat": args.repeat or (1 if cpu else 3),
+        "only": sorted(set(args.only)),
+    } | {name: getattr(args, name) for name in ("peers", "branches", "profile", "batches", "fit")}
+    machine = {key: found[key] for key in MACHINE} | ({} if cpu else {"threads": None})
+    host = {key: value for key, value in found.items() if key not in MACHINE}
+    host = {"id": gauge.short_hash(json.dumps([host, platform.node()])), **host}
+    host["gpu"] = gauge.reading(gauge.find_gpu(host["gpu_id"]))  # before any load
+    name = re.sub(r"[^a-z0-9]+", "-", f"{'cpu ' if cpu else ''}{machine['name']}".lower()).strip("-")
+    return settings, machine, host, name
+
+
+def main():
+    started = time.monotonic()
+    parser, args, line = arguments()
+
+    def stop(number, _):
+        if number == signal.SIGALRM:
+            raise TimeUp
+        sys.exit(128 + number)  # the child is ended, the file is whole
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, stop)
+    # the table and the plots take some seconds
+    ends = started + (60 * args.budget - min(15, 15 * args.budget) if args.budget else float("inf"))
     try:
-        machine = ask("machine.py", *(["--device", args.device] if args.device else []))
-        cpu = machine["device"] == "cpu"
-        if cpu and args.fit:
-            raise ValueError(
-                "--fit takes a GPU: on a CPU the largest batch would take the machine's memory from all else"
-            )
-        if machine["device"].startswith("cuda"):  # that GPU alone: Trainer would take every one it sees
-            seen, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(machine["device"].partition(":")[2] or 0)
-            os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[index] if seen else str(index)
-            machine["device"] = "cuda"
-        model = args.model or ("nano" if cpu else "gpt2")
-        settings = {
-            "model": model,
-            "batch_size": args.batch_size,
-            "seq_len": args.seq_len or (128 if model == "nano" else 1024),
-            "steps": args.steps or (20 if cpu else 50),
-            "device": machine["device"],
-            "repeat": args.repeat or (1 if cpu else 3),
-            "peers": args.peers,
-            "branches": args.branches,
-            "profile": args.profile,
-            "fit": args.fit,
-        }
-        name = re.sub(r"[^a-z0-9]+", "-", f"{'cpu ' if cpu else ''}{machine['name']}".lower()).strip("-")
-        this = {"settings": settings, "machine": machine, "sources_sha256": sources()}
-        folder, data = begin(this, name, args.out)
+        settings, machine, host, name = look(args)
+        plan = rows(args.peers, args.branches, args.only)
+        this = {"settings": settings, "machine": machine, "sources_sha256": sources(plan)}
+        folder, data = begin(this, plan, name, args.out, line)
         new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
 
     done = ""
-    if data["finished"]:
+    if data["complete"]:
         again = any(row["error"] for row in data["rows"])
         done = f" (measured already: {'what failed is tried again' if again else 'move it away to measure anew'})"
     print(f"{settings['model']}, B {settings['batch_size']}, T {settings['seq_len']} -> {folder}{done}", flush=True)
     bar = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
     try:
-        with (
-            tempfile.TemporaryDirectory() as caches,
-            Progress(*bar, transient=True, speed_estimate_period=3600) as progress,
-        ):
-            measurement = Measurement(folder / "ladder.json", data, progress, caches)
-            measurement.roof()
-            measurement.passes()
-            if args.profile:
-                measurement.profiles()
-            if args.fit:
-                measurement.fits()
-        data["finished"] = data["finished"] or now()
-        render.save(folder / "ladder.json", data)
+        with tempfile.TemporaryDirectory() as caches, Progress(*bar, transient=True) as progress:
+            measurement = Measurement(folder / "ladder.json", data, plan, host, progress, args.cache or caches, ends)
+            if args.budget:
+                signal.setitimer(signal.ITIMER_REAL, max(ends - time.monotonic(), 0.001))
+            try:
+                measurement.go()
+            except TimeUp:
+                progress.console.print("the budget is spent")
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        data["complete"] = not any(jobs for _, jobs, _ in measurement.stages())
+        record.save(folder / "ladder.json", data)
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     except RuntimeError as error:
         sys.exit(f"{parser.prog}: error: {error}")
     finally:
-        if (folder / "ladder.json").exists():
+        if data["hosts"]:
             render.write(folder)
-            if not data["finished"]:
+            if not data["complete"]:
+                print(*measurement.state(), sep="\n")
                 print("not finished: run the same command again to continue")
         elif new:
-            folder.rmdir()  # nothing was measured
+            shutil.rmtree(folder)  # nothing was measured
 
 
 if __name__ == "__main__":

@@ -6,16 +6,14 @@ nothing else, so a second run changes nothing.
 
 import argparse
 import io
-import json
 import os
-import re
 from pathlib import Path
 
-import jsonschema
 import matplotlib
 import numpy as np
 from ladder import ROOT
 from matplotlib.figure import Figure
+from record import read
 from rich.console import Console
 from rich.table import Table
 
@@ -44,28 +42,6 @@ matplotlib.rcParams.update(
 )
 
 
-def read(path):
-    """A ladder.json. Raises ValueError for a file that is not as results/ladder.schema.json says."""
-    schema = json.loads((ROOT / "results" / "ladder.schema.json").read_text(encoding="utf-8"))
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        jsonschema.validate(data, schema)
-    except jsonschema.ValidationError as error:
-        raise ValueError(f"{path} is no measurement: {error.json_path}: {error.message[:200]}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is no measurement: {error}") from None
-    return data
-
-
-def save(path, data):
-    """Write a ladder.json, lists of numbers in one line; a crash leaves the old file or the new one."""
-    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    text = re.sub(r"\[[-\d\s.,e]+\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text)
-    new = Path(path).with_suffix(".new")
-    new.write_text(text + "\n", encoding="utf-8")
-    os.replace(new, path)
-
-
 def times(ratio):
     """1.52× (1.50–1.55): the median over the passes, the least and the largest."""
     if not ratio:
@@ -76,8 +52,9 @@ def times(ratio):
 
 def cells(data):
     """The table: the names of its columns, then a row per script."""
-    head = ["script", "ms per step (quartiles)", "tokens/s", "× baseline", "× the one before", "peak GiB"]
-    head += ["first step, s", "model TFLOP/s", "of the roof"]
+    reserved = any(row["profile"] and row["profile"]["reserved_gib"] for row in data["rows"])
+    head = ["script", "ms per step (quartiles)", "tokens/s", "× baseline", "× the one before"]
+    head += ["peak GiB (reserved)" if reserved else "peak GiB", "first step, s", "model TFLOP/s", "of the roof"]
     fits = any(row["fit"] for row in data["rows"])
     table = [head + (["largest B", "tokens/s there"] if fits else [])]
     for row in data["rows"]:
@@ -89,8 +66,9 @@ def cells(data):
             line = [row["name"], f"{row['median_ms']:,.1f} ({low:,.1f}–{high:,.1f})", f"{row['tokens_per_s']:,.0f}"]
             line += [times(row["over_baseline"]), times(row["over_before"])]
             line += ["" if row[key] is None else f"{row[key]:.2f}" for key in ("peak_memory_gib", "first_step_s")]
-            line += ["" if row["tflops"] is None else f"{row['tflops']:.3g}"]
-            line += ["" if row["roof_share"] is None else f"{row['roof_share']:.0%} {row['precision']}"]
+            if row["profile"] and row["profile"]["reserved_gib"]:
+                line[5] += f" ({row['profile']['reserved_gib']:.2f})"
+            line += [*share(row, row["precision"])]
             if row["error"]:
                 line[0] += f" (a pass failed: {row['error']})"
         if fits:
@@ -101,44 +79,102 @@ def cells(data):
     return table
 
 
+def share(speed, precision):
+    """Model TFLOP/s, and their share of the roof."""
+    tflops = "" if speed["tflops"] is None else f"{speed['tflops']:.3g}"
+    return tflops, "" if speed["roof_share"] is None else f"{speed['roof_share']:.0%} {precision}"
+
+
+def batch_cells(data):
+    """The table of batch sizes and compile modes, or nothing."""
+    table = [["rung 10", "compile mode", "ms per step", "tokens/s", "model TFLOP/s", "MFU, of the roof"]]
+    for cell in data["batches"]:
+        line = [f"B {cell['batch_size']}", cell["compile_mode"]]
+        if cell["run"]["error"]:
+            table.append([*line, cell["run"]["error"], "", "", ""])
+        else:
+            line += [f"{cell['median_ms']:,.1f}", f"{cell['tokens_per_s']:,.0f}", *share(cell, cell["precision"])]
+            table.append(line)
+    return table if data["batches"] else []
+
+
+def commits(data):
+    """The commits of a measurement, short: 2e54cd5."""
+    known = [commit.replace(commit[:40], commit[:7]) for commit in data["commits"] if commit]
+    return f"Commit {' and '.join(known)}" if known else "Commit not known"
+
+
 def conditions(data):
     """What was measured where, how and when, in sentences."""
-    m, s = data["machine"], data["settings"]
+    m, s, hosts = data["machine"], data["settings"], data["hosts"]
+    cpu = m["device"] == "cpu"
     capability = f", {m['capability']}" if m["capability"] not in (None, "DEFAULT") else ""  # of a CPU: AVX2, AVX512
-    where = f"{m['name']}{capability}, {m['cores']} cores" if m["device"] == "cpu" else m["name"]
-    if m["driver"]:
-        where += f", {m['device_memory_gib']} GiB, driver {m['driver']}, CUDA {m['cuda']}"
-    passes = f"{s['repeat']} passes, interleaved, of" if s["repeat"] > 1 else "one pass of"
+    where = [f"CPU: {m['name']}{capability}" if cpu else m["name"]]
+    for host in hosts:
+        about = [f"{host['cores']} cores"] if cpu else [f"{host['device_memory_gib']} GiB", f"driver {host['driver']}"]
+        about += [] if cpu else [f"CUDA {m['cuda']}", f"cuDNN {host['cudnn']}"]
+        where[0] += ", " + ", ".join(about) if len(hosts) == 1 else ""
+        where += [f"torch {m['torch']}, Python {host['python']}, {host['system']}, {host['memory_gib']} GiB of memory"]
+        if len(hosts) > 1:
+            where[-1] = f"On {host['cpu']}, {', '.join(about)}, {where[-1]}"
+    whole = min((len({run["pass"] for run in row["runs"]}) for row in data["rows"] if row["kind"] != "peer"), default=0)
+    passes = f"{whole} passes, interleaved, of" if whole > 1 else "one pass of"
+    asked = f" (of {s['repeat']} that were asked for)" if whole < s["repeat"] else ""
     lines = [
-        f"{'CPU: ' if m['device'] == 'cpu' else ''}{where}. torch {m['torch']}, Python {m['python']}, {m['system']}, "
-        f"{m['memory_gib']} GiB of memory. {data['started'][:10]}.",
-        f"{s['model']}, B {s['batch_size']}, T {s['seq_len']}; {passes} {s['steps']} steps: `{data['command']}`.",
+        f"{'. '.join(where)}. {data['started'][:10]}.",
+        f"{s['model']}, B {s['batch_size']}, T {s['seq_len']}; {passes} {s['steps']} steps{asked}: "
+        f"`{data['command']}`. {commits(data)}.",
     ]
     if data["roof"]:
         best = ", ".join(f"{precision} {tflops:.3g}" for precision, tflops in data["roof"]["ceilings_tflops"].items())
         lines.append(f"The roof, measured: {best} TFLOP/s; copies {data['roof']['copy_gb_per_s']:.3g} GB/s.")
+    runs = [run for row in data["rows"] for run in row["runs"]]
+    clocks = [run["gpu"]["clock_mhz"] for run in runs if run["gpu"] and run["gpu"]["clock_mhz"]]
+    if clocks:
+        before = hosts[0]["gpu"] or {}
+        lines.append(
+            f"Clock {before.get('clock_mhz')} MHz at the start, {min(clocks)} to {max(clocks)} MHz under load; "
+            f"power limit {before.get('power_limit_w')} W."
+        )
+    kernels = {}
+    for row in data["rows"]:
+        if row["profile"] and row["profile"]["attention"]:
+            kernels.setdefault(row["profile"]["attention"], []).append(row["name"].removesuffix(".py"))
+    if kernels:
+        kinds = (f"{kind} ({', '.join(names)})" for kind, names in kernels.items())
+        lines.append(f"Attention: {'; '.join(kinds)}.")
+    if busy := [run["busy"] for run in runs if run["busy"]]:
+        lines.append(f"The machine was busy before {len(busy)} of {len(runs)} runs ({busy[0]}).")
     return lines
 
 
-def markdown(data):
-    """The table for the README."""
-    head, *body = cells(data)
+def markdown(table):
+    """A table for the README."""
+    head, *body = table
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *([f"`{row[0]}`", *row[1:]] for row in body)]
     return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
 
 
-def summary(data):
-    """The table for a terminal."""
-    head, *body = cells(data)
-    table = Table(*head, box=None, pad_edge=False, padding=(0, 2))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in body:
-        table.add_row(*row)
+def plain(*parts):
+    """Sentences and tables (lists of rows, the first of which is the head) as text for a terminal."""
     console = Console(width=250, no_color=True, file=open(os.devnull, "w"), record=True)
-    console.print(*conditions(data), "", sep="\n", markup=False, highlight=False, soft_wrap=True)
-    console.print(table, markup=False, highlight=False)
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, markup=False, highlight=False, soft_wrap=True)
+            continue
+        table = Table(*part[0], box=None, pad_edge=False, padding=(0, 2))
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in part[1:]:
+            table.add_row(*row)
+        console.print("", table, markup=False, highlight=False)
     return "\n".join(line.rstrip() for line in console.export_text().splitlines()) + "\n"
+
+
+def summary(data):
+    """All that was measured, as text."""
+    tables = [table for table in (cells(data), batch_cells(data)) if table]
+    return plain(*conditions(data), *tables)
 
 
 def bars(axes, rows, values, labels, unit):
@@ -271,7 +307,8 @@ def section(folders):
         images = [f"![{ALT[figure]}](docs/img/{name}-{figure}.svg)\n" for figure in made if figure in shown]
         links = [f"[{ALT[figure].lower()}](docs/img/{name}-{figure}.svg)" for figure in made if figure not in shown]
         links.append(f"[all that was measured](results/{name}/ladder.json)")
-        parts += [f"**{where}**", " ".join(how), markdown(data), *images, f"More: {', '.join(links)}."]
+        tables = [markdown(table) for table in (cells(data), batch_cells(data)) if table]
+        parts += [f"**{where}**", " ".join(how), *tables, *images, f"More: {', '.join(links)}."]
     parts.insert(0, no_gpu(measured.values()))
     return "\n" + "".join(part.rstrip("\n") + "\n\n" for part in parts if part)
 

@@ -3,7 +3,8 @@
 Prints JSON: TFLOP/s of matrix products in each precision that the device multiplies in, at the shapes of GPT-2's own
 linear layers and at a large square; and the GB/s of a copy, bytes read and bytes written both counted. Each is a median
 over random data (zeros can run faster), timed by torch.utils.benchmark between synchronisations: the best of three
-rounds, for a ceiling is what the device can do when nothing is in its way.
+rounds, for a ceiling is what the device can do when nothing is in its way. A GPU first multiplies for 10 seconds: cold,
+it runs at a higher clock than it can hold during training.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import time
 
 import torch
 import torch.nn.functional as F
+from gauge import find_gpu, gpu_id, reading
 from ladder import load
 from torch.utils.benchmark import Timer
 
@@ -59,10 +61,28 @@ def seconds(stmt, device, **names):
     return timer.blocked_autorange(min_run_time=0.1).median
 
 
+def check_tf32(device):
+    """Raises RuntimeError if float32 products are not made in TF32, which rounds 1 + 2^-12 to 1."""
+    x = torch.full((1024, 1024), 1 + 2**-12, device=device)
+    if (x @ torch.eye(1024, device=device) != 1).any():
+        raise RuntimeError("this PyTorch multiplies in plain float32 though it was told to use TF32")
+
+
+def warm_up(device, seconds=10):
+    """Bring the clock and the temperature of a GPU to what they are during training."""
+    x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16 if "bf16" in precisions(device) else torch.float16)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        x @ x
+        torch.accelerator.synchronize(device)
+
+
 def multiply(precision, shape, device):
-    """TFLOP/s of one product."""
+    """TFLOP/s of one product. Raises RuntimeError for one that the device or PyTorch refuses."""
     m, k, n = shape
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    if precision == "tf32":
+        check_tf32(device)
     x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
     if precision == "fp8":  # one scale per tensor; it wants edges that are multiples of 16
         x, w = x.to(torch.float8_e4m3fn), w[: n // 16 * 16].to(torch.float8_e4m3fn)
@@ -84,12 +104,17 @@ def measure(config, tokens, device):
     shapes = products(config, tokens, square)
     source = torch.randn(2**26, device=device)  # 256 MiB, more than a cache holds
     target = torch.empty_like(source)
+    if device.type == "cuda":
+        warm_up(device)
     for _ in range(3):
         for key in ((precision, name) for precision in precisions(device) for name in shapes):
             try:
                 best[key] = max(best.get(key, 0), multiply(key[0], shapes[key[1]], device))
             except (RuntimeError, AttributeError, ValueError) as error:
                 refused[key] = str(error).splitlines()[0]
+        under_load = (
+            reading(find_gpu(gpu_id(torch.cuda.get_device_properties(device)))) if device.type == "cuda" else None
+        )
         copied.append(seconds("target.copy_(source)", device, source=source, target=target))
     matmul, ceilings = [], {}
     for precision in precisions(device):
@@ -100,7 +125,7 @@ def measure(config, tokens, device):
             if tflops:
                 ceilings[precision] = max(ceilings.get(precision, 0), tflops)
     copy = float(f"{2 * source.nbytes / min(copied) / 1e9:.4g}")
-    return {"ceilings_tflops": ceilings, "copy_gb_per_s": copy, "matmul": matmul}
+    return {"ceilings_tflops": ceilings, "copy_gb_per_s": copy, "gpu": under_load, "matmul": matmul}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,136 @@
+"""A measurement as data: a script's log read, the figures that follow from its runs, and results/*/ladder.json."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+from ladder import ROOT
+
+STEP = re.compile(r"^step +(\d+) \| loss (\d+\.\d+) \|.* dt +(\d+\.\d+) ms \| +[\d,]+ tok/s\b", re.MULTILINE)
+MEMORY = re.compile(r"^median of steps .* peak memory (\d+\.\d+) GiB$", re.MULTILINE)
+PARAMETERS = re.compile(r"^device .* ([\d,]+) parameters \| B \d+ T \d+$", re.MULTILINE)
+
+
+def parse(text, errors="", status=0, steps=None):
+    """A run, from what a script printed. A failed run keeps its steps; an incomplete last line is dropped."""
+    found = STEP.findall(text)
+    memory, parameters = MEMORY.search(text), PARAMETERS.search(text)
+    run = {
+        "times_ms": [float(ms) for _, _, ms in found],
+        "losses": [float(loss) for _, loss, _ in found],
+        "peak_memory_gib": float(memory[1]) if memory else None,
+        "parameters": int(parameters[1].replace(",", "")) if parameters else None,
+        "error": None,
+    }
+    if status:
+        said = [line.strip() for line in errors.splitlines() if line.strip()]
+        said = [line for line in said if ": error: " in line] or said  # torchrun adds a report of its own
+        killed = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        run["error"] = said[-1] if said and status > 0 else killed
+    elif steps is not None and len(found) != steps:
+        run["error"] = f"ended after {len(found)} of {steps} steps"
+    elif not found or min(steady(run["times_ms"])) <= 0:
+        run["error"] = "a step of no length: the clock is too coarse for it" if found else "it printed no step"
+    return run
+
+
+def steady(times):
+    """The steps that count, by the scripts' own rule: the first 10 are left out, under 20 steps the first half."""
+    return times[10 if len(times) >= 20 else len(times) // 2 :]
+
+
+def median_ms(run):
+    return float(np.median(steady(run["times_ms"])))
+
+
+def medians(row):
+    """(pass, host) -> median step in ms, for the runs that succeeded."""
+    return {(run["pass"], run["host"]): median_ms(run) for run in row["runs"] if not run["error"]}
+
+
+def faster(row, other):
+    """How many times as fast as another row: the median, least and largest quotient over the passes both ran in.
+
+    A quotient is of two runs of the same pass on the same host.
+    """
+    mine, its = medians(row), medians(other) if other else {}
+    quotients = [its[number] / mine[number] for number in mine if number in its]
+    if not quotients:
+        return None
+    return {"median": rounded(np.median(quotients)), "low": rounded(min(quotients)), "high": rounded(max(quotients))}
+
+
+def rounded(number):
+    return float(f"{number:.5g}")
+
+
+def precision_used(wanted, said):
+    """A rung's precision on this device: where it cannot, the script says so and goes on with the one below."""
+    if wanted == "bf16" and "no bf16 here" in said:
+        wanted = "tf32"
+    return "float32" if wanted == "tf32" and "no TF32 here" in said else wanted
+
+
+def speed(data, batch_size, median, precision):
+    """What follows from the median step: tokens/s, model TFLOP/s, and their share of the measured peak (MFU)."""
+    found = {"median_ms": rounded(median), "tflops": None, "roof_share": None}
+    found["tokens_per_s"] = rounded(1000 * batch_size * data["settings"]["seq_len"] / median)
+    if data["roof"]:
+        found["tflops"] = rounded(found["tokens_per_s"] * data["roof"]["flops_per_token"] / 1e12)
+        if ceiling := data["roof"]["ceilings_tflops"].get(precision):
+            found["roof_share"] = rounded(found["tflops"] / ceiling)
+    return found
+
+
+def summarise(data):
+    """Write into every row what follows from its runs."""
+    by_name = {row["name"]: row for row in data["rows"]}
+    baseline = next((row for row in data["rows"] if row["before"] is None), None)
+    for row in data["rows"]:
+        good = [run for run in row["runs"] if not run["error"]]
+        failed = [run["error"] for run in row["runs"] if run["error"]]
+        row["error"] = failed[-1] if failed else None
+        row |= dict.fromkeys(("median_ms", "quartiles_ms", "tokens_per_s", "over_baseline", "over_before"))
+        row |= dict.fromkeys(("peak_memory_gib", "parameters", "first_step_s", "tflops", "roof_share"))
+        if not good:
+            continue
+        pooled = [ms for run in good for ms in steady(run["times_ms"])]
+        median = float(np.median(list(medians(row).values())))
+        row |= speed(data, data["settings"]["batch_size"], median, row["precision"])
+        row["quartiles_ms"] = [rounded(q) for q in np.percentile(pooled, [25, 75])]
+        row["over_baseline"] = faster(row, baseline)
+        row["over_before"] = faster(row, by_name.get(row["before"]))
+        row["peak_memory_gib"] = max((run["peak_memory_gib"] for run in good if run["peak_memory_gib"]), default=None)
+        row["parameters"] = good[0]["parameters"]
+        cold = [run["times_ms"][0] for run in good if run["cold"]]
+        row["first_step_s"] = rounded(cold[0] / 1000) if cold else None
+    for cell in data["batches"]:
+        cell |= dict.fromkeys(("median_ms", "tokens_per_s", "tflops", "roof_share"))
+        if not cell["run"]["error"]:
+            cell |= speed(data, cell["batch_size"], median_ms(cell["run"]), cell["precision"])
+
+
+def read(path):
+    """A ladder.json. Raises ValueError for a file that is not as results/ladder.schema.json says."""
+    schema = json.loads((ROOT / "results" / "ladder.schema.json").read_text(encoding="utf-8"))
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        jsonschema.validate(data, schema)
+    except jsonschema.ValidationError as error:
+        raise ValueError(f"{path} is no measurement: {error.json_path}: {error.message[:200]}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no measurement: {error}") from None
+    return data
+
+
+def save(path, data):
+    """Write a ladder.json, lists of numbers in one line; a crash leaves the old file or the new one."""
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    text = re.sub(r"\[[-\d\s.,e]+\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text)
+    new = Path(path).with_suffix(".new")
+    new.write_text(text + "\n", encoding="utf-8")
+    os.replace(new, path)
