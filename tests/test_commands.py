@@ -22,6 +22,7 @@ NOT_RUN = {
         "git restore",
         "torchrun --standalone --nproc_per_node=8",
         "make docs-figures ARGS=results/FOLDER",  # test_measure.py and test_pretrain.py draw from named folders
+        "python tools/compare.py results/FOLDER results/FOLDER",
         "python tools/curve.py results/FOLDER",
         "python pretrain/hellaswag.py gpt2 --data FILE",
     ],
@@ -74,8 +75,8 @@ NOT_RUN = {
         "python tools/peers.py trainer",
         "python branches/attention_bench.py",  # test_branches.py runs it with short sequences
         "python branches/attention_bench.py --batch-size 32 --heads 8 --seq-lens 2048 --dtype fp16",
-        'make ladder ARGS="--model gpt2 --batch-size 16 --fit"',
-        'make ladder ARGS="--model gpt2 --batch-size 16 --repeat 3 --peers --profile"',
+        'make ladder ARGS="--batch-size 16 --peers --profile --batches --budget 30"',
+        "make ladder ARGS=--batches",
     ],
     "it needs several GPUs": [
         "torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500 --rdzv-id=1 "
@@ -121,7 +122,7 @@ BEFORE = {
 # A long command has shown that it works once it prints the first of these; then Ctrl-C, and it ends with the second.
 LONG = {
     r"^step +1 \|": r"^median of steps ",
-    r"^pass 1/\d  baseline\.py: \S+ ms$": r"^not finished: run the same command again to continue$",
+    r"^pass 1/\d  baseline\.py: \S+ ms$": r"^not finished: run the same command again$",
     r"http://localhost:\d+": "",
 }
 

@@ -1,10 +1,9 @@
-"""`make ladder` measures what it says and survives Ctrl-C; the published figures are those in `results/`.
+"""`make ladder` measures what it says, within a budget, and continues where it was cut, also on another host.
 
-Medians, ratios and shares are computed from logs with known answers, FLOPs are compared with PyTorch's counter, the
-speed with an outside clock, and the peers with rung 10.
+Medians, ratios and shares are computed from logs with known answers, the speed is compared with an outside clock, the
+peers with rung 10, and the published figures with `results/`.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -18,20 +17,13 @@ import time
 from types import SimpleNamespace
 
 import compare
-import gauge
-import kernels
-import machine
 import measure
-import psutil
-import pynvml
 import pytest
 import record
 import render
-import roof
 import torch
 from conftest import EAGER, ROOT, copy_project, load, made_up_gpu, play, press_ctrl_c_at, since
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.flop_counter import FlopCounterMode
 
 MACHINE = {"device": "cpu", "name": "Made Up(R) 9000", "cpu": "Made Up", "capability": "AVX2", "cores": 2, "threads": 2}
 MACHINE |= {"memory_gib": 8.0, "torch": "2", "python": "3", "system": "Linux"}
@@ -197,338 +189,6 @@ def test_the_largest_size_that_fits_is_found_in_few_trials(limit, start):
     assert len(trials) == len(set(trials)) <= 14
     if start == 16:
         assert trials == [16, 64, 128, 256, 512, 1024, 2048, 4096][: len(trials)] or limit < 64
-
-
-# ---- the roof
-
-
-@pytest.mark.parametrize("script", ["baseline.py", "speedup_04_residual_init.py"])
-def test_the_flops_of_a_token_are_those_that_pytorch_counts(script):
-    module = load(script)
-    config = module.GPTConfig(block_size=64, vocab_size=517, n_layer=3, n_head=2, n_embd=48)
-    x = torch.randint(517, (2, 64))
-    with FlopCounterMode(display=False) as counter:
-        module.GPT(config)(x, x).backward()
-    assert counter.get_total_flops() == roof.flops_per_token(config, 64) * x.numel()
-
-
-def test_a_ceiling_is_operations_over_seconds(monkeypatch):
-    monkeypatch.setattr(roof, "seconds", lambda *args, **names: 0.5)
-    config = SimpleNamespace(n_embd=32, vocab_size=100, n_layer=1)
-    found = roof.measure(config, tokens=64, device=torch.device("cpu"))
-    row = next(row for row in found["matmul"] if (row["precision"], row["name"]) == ("float32", "lm_head"))
-    assert row["shape"] == (64, 32, 100) and row["tflops"] == pytest.approx(2 * 64 * 32 * 100 / 0.5 / 1e12, rel=1e-3)
-    assert found["ceilings_tflops"]["float32"] == pytest.approx(2 * 2048**3 / 0.5 / 1e12, rel=1e-3)  # the large square
-    assert found["copy_gb_per_s"] == pytest.approx(2 * 2**28 / 0.5 / 1e9, rel=1e-3)  # read and written
-
-
-def test_a_product_is_timed_with_the_device_waited_for(monkeypatch):
-    events = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: events.append("wait"))
-    monkeypatch.setattr(roof.time, "perf_counter", lambda: events.append("clock") or 0.25 * len(events))
-    assert roof.seconds("work()", SimpleNamespace(type="cuda"), work=lambda: None) > 0
-    assert events[0::2] == ["wait"] * (len(events) // 2) and events[1::2] == ["clock"] * (len(events) // 2)
-
-
-def test_the_roof_has_as_many_threads_as_the_scripts():
-    seen, threads = [], torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        roof.seconds("seen.append(threads())", torch.device("cpu"), seen=seen, threads=torch.get_num_threads)
-    finally:
-        torch.set_num_threads(threads)
-    assert set(seen) == {2}
-
-
-def test_the_machine_is_described_with_all_its_memory():
-    with made_up_gpu():
-        found = machine.describe(torch.device("cuda"))
-    assert (found["name"], found["device_memory_gib"], found["capability"]) == ("Made Up GPU", 80.0, "9.0")
-    assert set(measure.MACHINE) < set(found)
-
-
-@pytest.fixture
-def nvml(monkeypatch):
-    """Two made-up GPUs as NVML sees them; on the second, GPU-1234-5678, 1234 MHz of load and what is in `processes`."""
-    state = SimpleNamespace(processes=[])
-    for name, value in (
-        ("nvmlInit", lambda: None),
-        ("nvmlDeviceGetCount", lambda: 2),
-        ("nvmlDeviceGetHandleByIndex", lambda index: ("GPU-0000-0000", "GPU-1234-5678")[index]),
-        ("nvmlDeviceGetUUID", lambda gpu: gpu),
-        ("nvmlDeviceGetClockInfo", lambda gpu, kind: {pynvml.NVML_CLOCK_SM: 1234}[kind]),
-        ("nvmlDeviceGetPowerUsage", lambda gpu: 456_789),
-        ("nvmlDeviceGetEnforcedPowerLimit", lambda gpu: 700_000),
-        ("nvmlDeviceGetComputeRunningProcesses", lambda gpu: state.processes),
-    ):
-        monkeypatch.setattr(pynvml, name, value)
-
-    def temperature(gpu, sensor):
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", temperature)
-    return state
-
-
-def test_the_clock_and_the_power_are_those_of_the_gpu_that_is_measured(nvml):
-    with made_up_gpu():
-        gpu = gauge.find_gpu(machine.describe(torch.device("cuda"))["gpu_id"])
-    assert gpu == "GPU-1234-5678" and gauge.find_gpu(None) is None
-    assert gauge.reading(gpu) == {"clock_mhz": 1234, "power_w": 457, "power_limit_w": 700, "temperature_c": None}
-    assert gauge.reading(None) is None
-
-
-def test_without_nvml_nothing_is_read(monkeypatch):
-    def missing():
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", missing)
-    assert gauge.find_gpu("12345678") is None
-
-
-def test_other_work_is_noticed_on_the_cpu_and_on_the_gpu(nvml, monkeypatch):
-    load = SimpleNamespace(cpu=3.0)
-    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: load.cpu)
-    assert gauge.busy("GPU-1234-5678") is None
-    nvml.processes.append("another")
-    assert gauge.busy("GPU-1234-5678") == "other processes use the GPU: 1"
-    assert gauge.busy(None) is None
-    load.cpu = 90.0
-    assert gauge.busy("GPU-1234-5678") == "other work takes 90 % of the CPU; other processes use the GPU: 1"
-
-
-def test_a_machine_that_computes_something_else_is_busy():
-    with contextlib.ExitStack() as others:
-        for _ in range(os.cpu_count()):
-            child = others.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
-            others.callback(child.kill)
-        assert any(gauge.busy(None) for _ in range(20))
-
-
-def test_the_peak_in_tf32_is_not_that_of_plain_float32(monkeypatch):
-    cpu = torch.device("cpu")
-    with pytest.raises(RuntimeError, match="plain float32"):  # a CPU has no TF32
-        roof.multiply("tf32", (16, 16, 16), cpu)
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, y: torch.mm(x.bfloat16().float(), y))  # rounds, too
-    monkeypatch.setattr(roof, "seconds", lambda *args, **names: 0.5)
-    assert roof.multiply("tf32", (16, 16, 16), cpu) > 0
-    torch.set_float32_matmul_precision("highest")
-
-
-def test_the_peak_of_a_gpu_is_measured_after_it_has_worked(monkeypatch, nvml):
-    events = []
-    monkeypatch.setattr(roof, "warm_up", lambda device: events.append("warm"))
-    monkeypatch.setattr(roof, "precisions", lambda device: ["float32"])
-    monkeypatch.setattr(roof, "seconds", lambda *args, **names: events.append("time") or 0.5)
-    config = SimpleNamespace(n_embd=32, vocab_size=100, n_layer=1)
-    monkeypatch.setattr(torch, "randn", lambda *shape, device: torch.empty(1).expand(shape))
-    monkeypatch.setattr(torch, "empty_like", lambda tensor: tensor)
-    with made_up_gpu():
-        found = roof.measure(config, tokens=64, device=torch.device("cuda"))
-    assert events[0] == "warm" and events.count("warm") == 1
-    assert found["gpu"]["clock_mhz"] == 1234
-
-
-# ---- where the time goes
-
-
-def span(name, start, length, category="cpu_op", **args):
-    return {"ph": "X", "name": name, "ts": start, "dur": length, "tid": 1, "cat": category, "args": args}
-
-
-def test_operations_of_a_cpu_are_grouped_by_the_time_spent_in_themselves():
-    step = [
-        span("ProfilerStep#5", 0, 10_000, "user_annotation"),
-        span("aten::linear", 1000, 3000),
-        span("aten::addmm", 1500, 2000),
-        span("aten::bmm", 4000, 500),
-        span("aten::_log_softmax", 4500, 500),
-        span("aten::gelu", 5000, 250),
-        span("aten::copy_", 5250, 250),
-        span("graph_0_cpp_fused__to_copy_add_native_layer_norm_2", 5500, 500),
-        span("Optimizer.step#AdamW.step", 8000, 1500, "user_annotation"),
-        span("aten::mul_", 8500, 500),
-        span("aten::mm", 20_000, 5000),  # after the last step
-    ]
-    assert kernels.grouped(*kernels.in_steps(step)) == {
-        "matmul": 2.0,
-        "attention": 0.5,
-        "softmax and loss": 0.5,
-        "normalisation and element-wise": 0.25 + 0.5 + 1.0,  # linear's own time is in here
-        "optimizer": 1.5,
-        "copies": 0.25,
-        "idle": 10 - 0.5 - 0.5 - 2 - 1 - 1.5 - 0.25 - 0.5 - 0.25,
-    }
-
-
-def test_kernels_of_a_gpu_are_grouped_by_their_name_and_by_what_launched_them():
-    gemm = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64"
-    launches = ["aten::mm", "aten::bmm", "aten::_softmax", "aten::copy_", "aten::gelu", "aten::_foreach_mul_"]
-    events = [span(f"ProfilerStep#{n}", 10_000 * n, 10_000, "user_annotation") for n in (0, 1)]
-    events += [span(name, 100 * i, 50, **{"External id": i}) for i, name in enumerate(launches)]
-    kernel = [
-        (gemm, 1000, 0),
-        (gemm, 200, 1),  # the same kernel, but attention's
-        ("void cunn_SoftMaxForward", 300, 2),
-        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", 400, 3),
-        ("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", 500, 4),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", 600, 5),
-        ("triton_red_fused__log_softmax_nll_loss_forward_3", 700, None),
-        ("triton_per_fused__to_copy_native_layer_norm_4", 800, None),
-        ("triton_poi_fused__to_copy_1", 900, None),
-        ("pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", 1100, None),
-    ]
-    start = 2000
-    for name, length, external in kernel:
-        events.append(
-            span(name, start, length, "kernel", **({"External id": external} if external is not None else {}))
-        )
-        start += length
-    events.append(span("Memcpy HtoD (Pinned -> Device)", 19_000, 50, "gpu_memcpy"))
-    events.append(span("ProfilerStep#1", 10_000, 3_000, "gpu_user_annotation"))  # as the GPU saw it
-    found = kernels.grouped(*kernels.in_steps(events))
-    assert found == {  # of two steps
-        "matmul": 0.5,
-        "attention": 0.65,
-        "softmax and loss": 0.5,
-        "normalisation and element-wise": 0.65,
-        "optimizer": 0.3,
-        "copies": 0.675,
-        "idle": 10 - 3.275,
-    }
-
-
-# Names from public traces: of a T4, an A100 and an H100, and of the code that Inductor writes.
-NAMES = {
-    "matmul": """
-        nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN
-        nvjet_hsh_32x64_64x16_4x1_v_bz_splitK_TNN
-        turing_fp16_s1688gemm_fp16_256x128_ldg8_f2f_stages_32x1_tn
-        ampere_bf16_s16816gemm_bf16_256x128_ldg8_f2f_stages_32x3_nn
-        sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x64x8_stage3_warpsize2x2x1_ffma
-        void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x256_16x3_nn_align4>
-        void cublasLt::splitKreduce_kernel<32, 16, int, __nv_bfloat16>
-        triton_tem_fused_mm_3
-        triton_tem_fused__to_copy_addmm_gelu_2
-        aten::mm
-        aten::addmm
-        aten::_addmm_activation
-        aten::_scaled_mm
-    """,
-    "attention": """
-        cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0
-        cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1x1
-        fmha_cutlassF_f16_aligned_64x64_rf_sm75
-        fmha_cutlassB_bf16_aligned_64x64_k64_sm80
-        void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>
-        triton_tem_fused_flex_attention_0
-        aten::bmm
-        aten::_scaled_dot_product_cudnn_attention_backward
-    """,
-    "softmax and loss": """
-        triton_red_fused__log_softmax__to_copy_prepare_softmax_online_2
-        triton_red_fused__log_softmax_backward_data_nll_loss_backward_nll_loss_forward_1
-        triton_per_fused__safe_softmax_add_12
-        void (anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>
-        void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>
-    """,
-    "normalisation and element-wise": """
-        triton_per_fused__to_copy_add_native_layer_norm_4
-        triton_poi_fused__to_copy_gelu_view_7
-        triton_red_fused_native_layer_norm_backward_sum_9
-        void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>
-    """,
-    "optimizer": """
-        void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>
-        void at::native::lpnorm_cleanup<float, NormType::L2>
-    """,
-    "copies": """
-        Memcpy HtoD (Pinned -> Device)
-        triton_poi_fused__to_copy_1
-        triton_poi_fused__to_copy_t_3
-        void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>
-    """,
-}
-
-
-@pytest.mark.parametrize("kind", NAMES)
-def test_a_kernel_is_in_its_group(kind):
-    for name in filter(None, map(str.strip, NAMES[kind].splitlines())):
-        assert kernels.group(name) == kind, name
-
-
-@pytest.mark.parametrize(
-    "names, ran",
-    [
-        (["aten::_scaled_dot_product_flash_attention", "void pytorch_flash::flash_fwd_kernel<64>"], "flash"),
-        (["aten::_scaled_dot_product_flash_attention_for_cpu"], "flash"),
-        (["aten::_scaled_dot_product_cudnn_attention", NAMES["attention"].split()[0]], "cuDNN"),
-        ([NAMES["attention"].split()[0]], "cuDNN"),  # a CUDA graph has no operations
-        (["aten::_efficient_attention_forward", "fmha_cutlassF_f16_aligned_64x64_rf_sm75"], "memory-efficient"),
-        (["aten::_scaled_dot_product_attention_math", "aten::bmm"], "math"),
-        (["aten::bmm", "aten::_softmax"], "written out"),
-    ],
-)
-def test_the_attention_kernel_is_named(names, ran):
-    assert kernels.attention(names) == ran
-
-
-def test_kernels_that_overlap_leave_the_gpu_idle_as_long_as_none_runs():
-    step = [span("ProfilerStep#5", 0, 10_000, "user_annotation")]
-    for start, end in ((1000, 4000), (2000, 3000), (3500, 5000), (8000, 9000)):
-        step.append(span("gemm", start, end - start, "kernel"))
-    assert kernels.grouped(*kernels.in_steps(step))["idle"] == 5.0
-
-
-COUNTED = """
-import json, runpy, sys
-from torch._dynamo.utils import counters
-try:
-    runpy.run_path("kernels.py", run_name="__main__")
-finally:
-    print(json.dumps([counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]]))
-"""
-
-
-@pytest.mark.slow
-def test_a_second_profile_compiles_nothing(run, small, tmp_path):
-    shutil.copytree(ROOT / "tools", tmp_path / "tools")
-    (tmp_path / "tools" / "counted.py").write_text(
-        COUNTED.replace('"kernels.py"', repr(str(ROOT / "tools/kernels.py")))
-    )
-    words = [small / "speedup_10_fused_adamw.py", *"--steps 9 --batch-size 1 --seq-len 16 --device cpu".split()]
-    compiled = []
-    for _ in range(2):
-        done = run("tools/counted.py", *words, folder=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
-        assert done.returncode == 0, done.stderr
-        misses, hits = json.loads(done.stdout.splitlines()[-1])
-        compiled.append(misses)
-    assert compiled[0] > 0 and compiled[1] == 0 and hits == compiled[0]
-
-
-@pytest.mark.parametrize("gpu", [True, False])
-def test_on_a_gpu_a_profile_finds_the_kernels_of_the_runs_before_it(gpu, monkeypatch, tmp_path):
-    (tmp_path / "script.py").write_text("")
-    monkeypatch.setattr("sys.argv", ["script.py"])
-    cpp = torch._inductor.config.cpp
-    with torch._inductor.config.patch({"cpp.enable_kernel_profile": False}):
-        before = torch._inductor.config.save_config_portable()
-        with made_up_gpu() if gpu else contextlib.nullcontext(), pytest.raises(SystemExit, match="at least 9 steps"):
-            kernels.profile(str(tmp_path / "script.py"))
-        assert cpp.enable_kernel_profile == (not gpu)
-        assert (torch._inductor.config.save_config_portable() == before) == gpu  # the key of Inductor's cache
-
-
-@pytest.mark.slow
-def test_the_time_of_a_real_step_is_all_there(run):
-    done = run("tools/kernels.py", ROOT / "baseline.py", "--steps", measure.PROFILED_STEPS)
-    assert done.returncode == 0, done.stderr
-    groups = json.loads(done.stdout.splitlines()[-1])["groups_ms"]
-    printed = [float(step["ms"]) for step in done.steps[5:8]]
-    assert min(printed) / 1.25 < sum(groups.values()) < 1.25 * max(printed)
-    assert groups["idle"] < sum(groups.values()) / 5
-    assert min(groups[kind] for kind in ("matmul", "softmax and loss", "optimizer", "attention")) > 0
-    assert list(groups) == list(render.GROUPS)
 
 
 # ---- peers
@@ -832,25 +492,22 @@ def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(made_up, se
     assert made_up.result()[1]["finished"]
 
 
+@pytest.mark.slow
 def test_the_budget_ends_a_run_that_is_too_long_and_what_was_measured_stays(made_up):
     (made_up.folder / "b.py.slow").touch()
-    done = made_up.call("--repeat", 2, "--budget", 0.06)
+    done = made_up.call("--repeat", 2, "--budget", 0.15)
     assert (done.returncode, done.stderr) == (0, "")
-    assert (
-        "the budget is spent\n" in done.stdout
-        and "pass 1: 1 of 3 rows: a.py\npass 2: 0 of 3 rows\nleft: pass 1, pass 2\n" in done.stdout
-    )
+    for line in ("the budget is spent", "pass 1: 1 of 3 rows: a.py", "pass 2: 0 of 3 rows", "left: pass 1, pass 2"):
+        assert f"{line}\n" in done.stdout
+    assert done.stdout.endswith("not finished: run the same command again\n")
     data = made_up.result()[1]
     assert [len(row["runs"]) for row in data["rows"]] == [1, 0, 0] and not data["finished"] and not data["complete"]
     (made_up.folder / "b.py.slow").unlink()
     made_up.order()
     assert made_up.call("--repeat", 2).returncode == 0 and made_up.order() == list("bccba")
     data = made_up.result()[1]
-    assert (
-        data["finished"]
-        and data["complete"]
-        and data["command"] == "python tools/measure.py --model nano --steps 4 --repeat 2"
-    )
+    assert data["finished"] and data["complete"]
+    assert data["command"] == "python tools/measure.py --model nano --steps 4 --repeat 2"
 
 
 @pytest.fixture
@@ -1151,9 +808,9 @@ def test_two_measurements_are_compared_row_by_row(tmp_path, capsys, monkeypatch)
     assert "first.py" not in printed and printed.count("Commit 0123456.") == 2
 
 
-def test_measurements_of_other_work_are_not_compared(tmp_path):
-    folders = sorted((ROOT / "results").glob("cpu-*"))
-    words = [sys.executable, "tools/compare.py", *folders[:2]]
+def test_measurements_of_other_work_are_not_compared():
+    folders = {record.read(path)["settings"]["model"]: path.parent for path in ROOT.glob("results/*/ladder.json")}
+    words = [sys.executable, "tools/compare.py", folders["gpt2"], folders["nano"]]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("compare.py: error: the two differ in ")
     assert len(done.stderr.splitlines()) == 1
@@ -1273,7 +930,7 @@ def test_make_ladder_measures_every_row(clone):
     command = ["make", "ladder", f"ARGS={flags}"]
     printed, _ = press_ctrl_c_at("pass 1/1  baseline.py: ", command, clone)
     assert re.search(r"^pass 1: \d of 10 rows: baseline.py", printed, re.MULTILINE)
-    assert "\nnot finished: run the same command again to continue\n" in printed
+    assert "\nnot finished: run the same command again\n" in printed
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "pass 1/1  baseline.py" not in done.stdout and "pass 1/1  speedup_03_bf16.py: " in done.stdout

@@ -41,6 +41,7 @@ OVERRIDES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_
 OVERRIDES += ("TRITON_CACHE_DIR",)
 PROFILED_STEPS = 9  # 4 to settle, 1 to warm the profiler, 3 looked at, and the last ends them
 FIT_STEPS = 10
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "ddp_run.py")
 TEN = "speedup_10_fused_adamw.py"
 BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
 MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # the same in all of a measurement
@@ -69,18 +70,13 @@ def rows(peers=False, branches=False, only=()):
     """
     ladder = [rung for rung in read_ladder() if rung.part in ("rung", "branch")]
     found = [Row(rung.file, (rung.file,), rung.precision, rung.before, rung.part) for rung in ladder]
-    for name, words, precision, before in (
-        (
-            "ddp_run.py under torchrun",
-            "-m torch.distributed.run --standalone --nproc_per_node=1 ddp_run.py",
-            "bf16",
-            None,
-        ),
-        ("transformers, plain loop", "tools/peers.py plain", "float32", TEN),
-        ("transformers, bf16, compiled", "tools/peers.py compiled", "bf16", TEN),
-        ("transformers.Trainer", "tools/peers.py trainer", "bf16", TEN),
+    found.append(Row("ddp_run.py under torchrun", TORCHRUN, "bf16", "ddp_run.py", "peer"))
+    for name, peer, precision in (
+        ("transformers, plain loop", "plain", "float32"),
+        ("transformers, bf16, compiled", "compiled", "bf16"),
+        ("transformers.Trainer", "trainer", "bf16"),
     ):
-        found.append(Row(name, tuple(words.split()), precision, before or "ddp_run.py", "peer"))
+        found.append(Row(name, ("tools/peers.py", peer), precision, TEN, "peer"))
     short = {re.search(r"(?:speedup_)?([^_/.]+)[^/]*$", row.name)[1]: row.name for row in found if row.kind != "peer"}
     if unknown := set(only) - set(short):
         raise ValueError(f"--only {min(unknown)}: it is one of {', '.join(short)}")
@@ -168,7 +164,7 @@ class Measurement:
     def left(self, jobs):
         """Of these jobs the ones with no result, or with one that failed before this call."""
         results = [(job, self.result(*job)) for job in jobs]
-        return [job for job, found in results if not found or (found.get("error") and job not in self.tried)]
+        return [job for job, found in results if (not found or found.get("error")) and job not in self.tried]
 
     def result(self, do, row, *more):
         """What a job has in the record, or None."""
@@ -198,12 +194,12 @@ class Measurement:
 
     def expected(self, row):
         """Seconds that a run of this row will take, from the ones before; 0 if nothing is known."""
-        good = [run for record in self.data["rows"] for run in record["runs"] if not run["error"]]
-        own = [run for run in self.records.get(row.name, {"runs": []})["runs"] if not run["error"]] if row else []
-        if own:  # without the compilation, if its kernels are kept
-            compiled = self.cache(row).exists() and (own[-1]["times_ms"][0] - record.median_ms(own[-1])) / 1000
-            return own[-1]["process_s"] - compiled
-        return max((run["process_s"] for run in good), default=0)
+        good = {name: [run for run in found["runs"] if not run["error"]] for name, found in self.records.items()}
+        if not row or not good.get(row.name):
+            return max((run["process_s"] for runs in good.values() for run in runs), default=0)
+        last = good[row.name][-1]
+        compiled = (last["times_ms"][0] - record.median_ms(last)) / 1000
+        return last["process_s"] - (compiled if self.cache(row).exists() else 0)  # its kernels are kept
 
     def go(self):
         """Do all that is left, as far as the budget allows. Raises RuntimeError if every script failed."""
@@ -215,9 +211,9 @@ class Measurement:
                 row = job[1]
                 self.progress.update(self.all, description=title, completed=at, total=len(jobs))
                 self.progress.reset(self.current, description=row.name if row else title, visible=True)
-                self.tried.add(job)
                 do, *arguments = job
                 do(*arguments)
+                self.tried.add(job)
             else:
                 measured = [row for row in self.data["rows"] if row["runs"]]
                 if measured and all(row["median_ms"] is None for row in measured):
@@ -236,8 +232,8 @@ class Measurement:
     # -- one run of each kind
 
     def cache(self, row, *more):
-        """Where torch.compile keeps a row's kernels."""
-        return Path(self.caches) / re.sub(r"\W+", "_", " ".join([row.name, *map(str, more)]))
+        """The folder where torch.compile keeps a row's kernels."""
+        return self.caches / re.sub(r"\W+", "_", " ".join([row.name, *map(str, more)]))
 
     def run(self, row, cache, fresh=True, **changed):
         """(the run, what the script wrote to stdout). A script that fails, in whatever way, is a run with an error.
@@ -300,9 +296,8 @@ class Measurement:
         words = command(row, self.settings, steps=PROFILED_STEPS)
         text, errors, status = execute(["tools/kernels.py", *words], self.cache(row))
         error = record.parse(text, errors, status, PROFILED_STEPS)["error"]
-        found = (
-            dict.fromkeys(("groups_ms", "attention", "reserved_gib")) if error else json.loads(text.splitlines()[-1])
-        )
+        empty = dict.fromkeys(("groups_ms", "attention", "reserved_gib"))
+        found = empty if error else json.loads(text.splitlines()[-1])
         self.records[row.name]["profile"] = found | {"error": error}
         self.next("profile", row, error or f"{sum(found['groups_ms'].values()):,.2f} ms")
 
@@ -311,17 +306,13 @@ class Measurement:
         cell = {"batch_size": size, "compile_mode": mode}
         others = [other for other in self.data["batches"] if {k: other[k] for k in cell} != cell]
         cell |= {"precision": record.precision_used(row.precision, text), "run": run}
-        self.data["batches"] = sorted(
-            [*others, cell], key=lambda c: BATCHES.index((c["batch_size"], c["compile_mode"]))
-        )
+        self.data["batches"] = sorted([*others, cell], key=lambda cell: (cell["batch_size"], cell["compile_mode"]))
         self.next(f"B {size}, {mode}", row, run["error"] or f"{record.median_ms(run):,.2f} ms")
 
     def fit(self, row):
         """The largest micro-batch of a power of two that the device holds, and the speed with it."""
         done = [self.records[other.name]["fit"] or {} for other in self.plan[: self.plan.index(row)]]
-        start = next(
-            (fit["batch_size"] for fit in reversed(done) if fit.get("batch_size")), 16
-        )  # the next will be near
+        sizes = [fit["batch_size"] for fit in done if fit.get("batch_size")]
         fit = dict.fromkeys(("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error"))
 
         def fits(size):
@@ -335,7 +326,7 @@ class Measurement:
                 fit["peak_memory_gib"] = run["peak_memory_gib"]
             return not run["error"]
 
-        if not largest(fits, start):
+        if not largest(fits, sizes[-1] if sizes else 16):  # the next will be near
             fit["error"] = fit["limit"]
         self.records[row.name]["fit"] = fit
         self.next("largest batch", row, fit["error"] or f"B {fit['batch_size']}, {fit['tokens_per_s']:,.0f} tok/s")
@@ -353,6 +344,8 @@ def ask(tool, *words):
 
 def commit():
     """The commit that is measured, marked where a tracked file differs from it; None where git does not know."""
+    if not shutil.which("git"):
+        return None
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
     clean = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True).returncode == 0
@@ -481,15 +474,16 @@ def main():
     print(f"{settings['model']}, B {settings['batch_size']}, T {settings['seq_len']} -> {folder}{done}", flush=True)
     bar = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
     try:
-        with tempfile.TemporaryDirectory() as caches, Progress(*bar, transient=True) as progress:
-            measurement = Measurement(folder / "ladder.json", data, plan, host, progress, args.cache or caches, ends)
-            if args.budget:
-                signal.setitimer(signal.ITIMER_REAL, max(ends - time.monotonic(), 0.001))
+        with tempfile.TemporaryDirectory() as temporary, Progress(*bar, transient=True) as progress:
+            caches = args.cache.resolve() if args.cache else Path(temporary)
+            measurement = Measurement(folder / "ladder.json", data, plan, host, progress, caches, ends)
             try:
+                if args.budget:
+                    signal.setitimer(signal.ITIMER_REAL, max(ends - time.monotonic(), 0.001))
                 measurement.go()
+                signal.setitimer(signal.ITIMER_REAL, 0)
             except TimeUp:
-                progress.console.print("the budget is spent")
-            signal.setitimer(signal.ITIMER_REAL, 0)
+                measurement.say("the budget is spent")
         data["complete"] = not any(jobs for _, jobs, _ in measurement.stages())
         record.save(folder / "ladder.json", data)
     except (OSError, ValueError) as error:
@@ -501,7 +495,9 @@ def main():
             render.write(folder)
             if not data["complete"]:
                 print(*measurement.state(), sep="\n")
-                print("not finished: run the same command again to continue")
+                print(
+                    f"{'there is more to measure' if data['finished'] else 'not finished'}: run the same command again"
+                )
         elif new:
             shutil.rmtree(folder)  # nothing was measured
 

@@ -7,6 +7,7 @@ nothing else, so a second run changes nothing.
 import argparse
 import io
 import os
+from itertools import groupby
 from pathlib import Path
 
 import matplotlib
@@ -136,13 +137,13 @@ def conditions(data):
             f"Clock {before.get('clock_mhz')} MHz at the start, {min(clocks)} to {max(clocks)} MHz under load; "
             f"power limit {before.get('power_limit_w')} W."
         )
-    kernels = {}
-    for row in data["rows"]:
-        if row["profile"] and row["profile"]["attention"]:
-            kernels.setdefault(row["profile"]["attention"], []).append(row["name"].removesuffix(".py"))
+    profiled = [row for row in data["rows"] if row["profile"] and row["profile"]["attention"]]
+    kernels = []
+    for kind, group in groupby(profiled, key=lambda row: row["profile"]["attention"]):
+        names = [row["name"].removeprefix("speedup_").removesuffix(".py") for row in group]
+        kernels.append(f"{kind} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})")
     if kernels:
-        kinds = (f"{kind} ({', '.join(names)})" for kind, names in kernels.items())
-        lines.append(f"Attention: {'; '.join(kinds)}.")
+        lines.append(f"Attention: {'; '.join(kernels)}.")
     if busy := [run["busy"] for run in runs if run["busy"]]:
         lines.append(f"The machine was busy before {len(busy)} of {len(runs)} runs ({busy[0]}).")
     return lines
@@ -294,22 +295,22 @@ def no_gpu(measured):
 
 
 def section(folders):
-    """The README's part on what was measured. Writes the figures that it shows."""
-    parts, measured = [], {folder: read(folder / "ladder.json") for folder in folders}
+    """The README's part on what was measured: the first in full, links to the others. Writes its figures."""
+    measured = {folder.name: read(folder / "ladder.json") for folder in folders}
     for name in ALT:
         for stale in (ROOT / "docs" / "img").glob(f"*-{name}.svg"):
             stale.unlink()
-    for folder, data in measured.items():
-        name = folder.name
-        made = draw(data, ROOT / "docs" / "img", f"{name}-")
-        where, *how = conditions(data)
-        shown = ("tokens", "kernels") if folder == folders[0] else ()
-        images = [f"![{ALT[figure]}](docs/img/{name}-{figure}.svg)\n" for figure in made if figure in shown]
-        links = [f"[{ALT[figure].lower()}](docs/img/{name}-{figure}.svg)" for figure in made if figure not in shown]
-        links.append(f"[all that was measured](results/{name}/ladder.json)")
-        tables = [markdown(table) for table in (cells(data), batch_cells(data)) if table]
-        parts += [f"**{where}**", " ".join(how), *tables, *images, f"More: {', '.join(links)}."]
-    parts.insert(0, no_gpu(measured.values()))
+    (name, data), *others = measured.items()
+    where, *how = conditions(data)
+    parts = [no_gpu(measured.values()), f"**{where}**", " ".join(how)]
+    parts += [markdown(table) for table in (cells(data), batch_cells(data)) if table]
+    made = draw(data, ROOT / "docs" / "img", f"{name}-")
+    parts += [f"![{ALT[figure]}](docs/img/{name}-{figure}.svg)" for figure in made if figure in ("tokens", "kernels")]
+    links = [f"[{ALT[f].lower()}](docs/img/{name}-{f}.svg)" for f in made if f not in ("tokens", "kernels")]
+    parts.append(f"More: {', '.join(links)}, [all that was measured](results/{name}/ladder.json).")
+    for name, data in others:
+        link = f"[table](results/{name}/summary.txt), [all that was measured](results/{name}/ladder.json)"
+        parts.append(f"Measured as well: {data['settings']['model']}. {conditions(data)[0]} {commits(data)}: {link}.")
     return "\n" + "".join(part.rstrip("\n") + "\n\n" for part in parts if part)
 
 
@@ -319,7 +320,8 @@ def main():
     args = parser.parse_args()
     readme = ROOT / "README.md"
     try:
-        folders = [folder.resolve() for folder in args.folders] or newest()
+        if not (folders := [folder.resolve() for folder in args.folders] or newest()):
+            raise ValueError("results/ holds no finished measurement: make ladder")
         if foreign := [folder for folder in folders if folder.parent != ROOT / "results"]:
             raise ValueError(f"{foreign[0]} is not in results/, where the README could link to it")
         text = readme.read_text(encoding="utf-8")
