@@ -6,7 +6,7 @@ help:
 	@echo 'make run       train with speedup_10_fused_adamw.py; ARGS="--steps 200" passes options on'
 	@echo 'make test      lint and run the tests that take minutes at most: before every commit'
 	@echo 'make test-all  every test, as CI does'
-	@echo 'make ladder    measure the twelve scripts on this machine; ARGS="--repeat 3 --peers --profile"'
+	@echo 'make ladder    measure the twelve scripts on this machine; ARGS="--profile --budget 30"'
 	@echo 'make readme    write the table of rungs into README.md from ladder.toml'
 	@echo 'make docs-figures  write what was measured into README.md and docs/img/; ARGS=results/FOLDER'
 	@echo 'make docs      the site: every diff as a page, in docs/site/'
