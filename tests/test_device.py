@@ -75,7 +75,7 @@ def test_the_machine_is_described_with_all_its_memory():
 @pytest.fixture
 def nvml(monkeypatch):
     """Two made-up GPUs as NVML sees them; on the second, GPU-1234-5678, 1234 MHz of load and what is in `processes`."""
-    state = SimpleNamespace(processes=[])
+    state = SimpleNamespace(processes=[], used=2**30)
     for name, value in (
         ("nvmlInit", lambda: None),
         ("nvmlDeviceGetCount", lambda: 2),
@@ -85,6 +85,7 @@ def nvml(monkeypatch):
         ("nvmlDeviceGetPowerUsage", lambda gpu: 456_789),
         ("nvmlDeviceGetEnforcedPowerLimit", lambda gpu: 700_000),
         ("nvmlDeviceGetComputeRunningProcesses", lambda gpu: state.processes),
+        ("nvmlDeviceGetMemoryInfo", lambda gpu: SimpleNamespace(used=state.used)),
     ):
         monkeypatch.setattr(pynvml, name, value)
 
@@ -114,12 +115,14 @@ def test_without_nvml_nothing_is_read(monkeypatch):
 def test_other_work_is_noticed_on_the_cpu_and_on_the_gpu(nvml, monkeypatch):
     load = SimpleNamespace(cpu=3.0)
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: load.cpu)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 16)
     assert gauge.busy("GPU-1234-5678") is None
     nvml.processes.append("another")
     assert gauge.busy("GPU-1234-5678") == "other processes use the GPU: 1"
     assert gauge.busy(None) is None
-    load.cpu = 90.0
-    assert gauge.busy("GPU-1234-5678") == "other work takes 90 % of the CPU; other processes use the GPU: 1"
+    load.cpu, nvml.used = 10.0, 5 * 2**30
+    said = "other work takes 1.6 CPU cores; other processes use the GPU: 1; 5 GiB of the GPU's memory are taken"
+    assert gauge.busy("GPU-1234-5678") == said
 
 
 def test_a_machine_that_computes_something_else_is_busy():
@@ -142,7 +145,7 @@ def test_the_peak_in_tf32_is_not_that_of_plain_float32(monkeypatch):
 
 def test_the_peak_of_a_gpu_is_measured_after_it_has_worked(monkeypatch, nvml):
     events = []
-    monkeypatch.setattr(roof, "warm_up", lambda device: events.append("warm"))
+    monkeypatch.setattr(roof, "warm_up", lambda device: events.append("warm") or {"clock_mhz": 1234})
     monkeypatch.setattr(roof, "precisions", lambda device: ["float32"])
     monkeypatch.setattr(roof, "seconds", lambda *args, **names: events.append("time") or 0.5)
     config = SimpleNamespace(n_embd=32, vocab_size=100, n_layer=1)
@@ -296,6 +299,12 @@ def test_a_kernel_is_in_its_group(kind):
 )
 def test_the_attention_kernel_is_named(names, ran):
     assert kernels.attention(names) == ran
+
+
+def test_a_trace_of_a_gpu_without_kernels_is_no_profile():
+    step = [span("ProfilerStep#5", 0, 10_000, "user_annotation"), span("aten::mm", 1000, 2000)]
+    with pytest.raises(ValueError, match="saw no kernels"):
+        kernels.grouped(*kernels.in_steps(step), gpu=True)
 
 
 def test_kernels_that_overlap_leave_the_gpu_idle_as_long_as_none_runs():

@@ -348,7 +348,7 @@ def test_a_gpus_result_comes_first_also_where_runs_failed_and_there_is_no_roof(m
     said = "Predicted on 2026-11-23 for NVIDIA H200, B {}, T 1024: {} ms per step; measured: {} ms, {}."
     assert said.format(64, "124 to 132", "130.0", "as predicted") in pages[10].text
     found = data["rows"][7]["median_ms"]
-    assert said.format(16, "33 to 36", f"{found:,.1f}", f"{found / 36 - 1:.0%} more") in pages[7].text
+    assert said.format(16, "33 to 36", f"{found:,.1f}", f"{found / 36 - 1:+.0%}") in pages[7].text
     assert "not measured yet" in pages[7].text  # at B 64
     assert "nothing is known of the spread" in pages[1].text and "The largest batch that ran was B 96" in pages[2].text
 

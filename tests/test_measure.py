@@ -429,7 +429,7 @@ def test_the_passes_are_interleaved_and_all_is_written(made_up):
     assert path.parent.name.startswith("cpu-made-up-r-9000-20")
     assert [row["tokens_per_s"] for row in data["rows"]] == [4 * 128 / 0.032, 4 * 128 / 0.016, 4 * 128 / 0.008]
     assert [row["over_baseline"]["median"] for row in data["rows"]] == [1, 2, 4]
-    assert [row["profile"] for row in data["rows"]] == [PROFILE | {"error": None}] * 3
+    assert [row["profile"] | PROFILE for row in data["rows"]] == [row["profile"] for row in data["rows"]]
     assert data["finished"] and data["rows"][0]["runs"][1]["pass"] == 1
     assert data["rows"][0]["runs"][0]["cold"] and not data["rows"][0]["runs"][1]["cold"]
     plots = {f"{name}.svg" for name in ("tokens", "memory", "loss-steps", "loss-time", "kernels")}
@@ -465,6 +465,8 @@ def test_all_failing_is_a_failure_after_one_pass(made_up):
     assert done.returncode == 1 and done.stderr == "measure.py: error: every script failed\n"
     assert done.stdout.count("a.py: error: 10000 tokens are too few") == 2  # as it happened, and in the table
     assert made_up.order() == list("abc")
+    made_up.call("--repeat", 3, "--profile", "--batch-size", 100)
+    assert made_up.order() == list("abc")  # once more
 
 
 @pytest.mark.parametrize(
@@ -538,7 +540,7 @@ def in_process(monkeypatch, tmp_path):
         return printed + (json.dumps(PROFILE) if "kernels.py" in words[0] else ""), "", 0
 
     def call(*words, out=tmp_path / "out", cut=None, host="one"):
-        state.left, state.host, state.ran = cut and cut + 1, host, []
+        state.left, state.host, state.ran = None if cut is None else cut + 1, host, []
         words = ["measure.py", "--steps", 4, "--cache", f"{out}-cache", "--out", out, *words]
         monkeypatch.setattr("sys.argv", [*map(str, words)])
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
@@ -576,7 +578,7 @@ def test_a_measurement_that_was_cut_and_moved_to_other_hosts_is_that_of_one_go(i
     whole = in_process.call(*EVERYTHING, out=tmp_path / "whole")
     runs = len(in_process.state.ran)
     assert whole["complete"] and len(whole["hosts"]) == 1 and runs > 40
-    for cut in range(1, runs, 4):
+    for cut in range(0, runs, 4):
         out = tmp_path / f"cut-{cut}"
         for call in range(3):
             in_process.call(*EVERYTHING, out=out, cut=cut if call == 0 else 5, host=f"host {call}")
@@ -596,6 +598,15 @@ def test_on_another_host_what_has_no_figure_comes_first(in_process):
     assert [script.split()[0] for script in in_process.state.ran[7:]] == [row["name"] for row in data["rows"][:3]]
     assert data["rows"][5]["over_before"] is None  # a quotient of two hosts
     assert in_process.call(*words, host="another")["complete"]
+
+
+def test_on_hosts_that_are_always_new_every_pass_comes_to_its_end(in_process):
+    for host in range(12):
+        data = in_process.call("--repeat", 2, "--peers", host=f"host {host}", cut=5)
+    assert all(len(row["runs"]) == 2 for row in data["rows"]) and not data["complete"]
+    assert data["rows"][-1]["over_before"] is None  # rung 10 ran elsewhere
+    data = in_process.call("--repeat", 2, "--peers", host="the last")
+    assert data["complete"] and data["rows"][-1]["over_before"]
 
 
 def test_the_same_host_goes_on_where_it_was(in_process):
@@ -732,9 +743,11 @@ def test_the_newest_of_each_device_and_model_is_shown_gpus_first(tmp_path, monke
         ("stopped", "cpu", "nano", 4, False),
         ("large", "cpu", "gpt2", 3, True),
         ("gpu", "cuda", "gpt2", 1, True),
+        ("part", "cuda", "gpt2", 2, True),
     ):
         data = measurement(made("a.py", [SLOW]))
         data["machine"]["device"], data["machine"]["name"], data["settings"]["model"] = device, device, model
+        data["settings"]["only"] = ["05"] if name == "part" else []
         data["finished"] = f"2026-01-0{day}T00:00:00+00:00" if finished else None
         (tmp_path / "results" / name).mkdir()
         record.save(tmp_path / "results" / name / "ladder.json", data)
@@ -760,13 +773,13 @@ def test_a_table_says_what_it_takes_to_believe_it():
     data["hosts"][0]["gpu"] = {"clock_mhz": 345, "power_w": 80, "power_limit_w": 700, "temperature_c": 30}
     for row, clock, kernel in zip(data["rows"], (1980, 1755), ("written out", "cuDNN"), strict=True):
         row["runs"][0]["gpu"] = data["hosts"][0]["gpu"] | {"clock_mhz": clock}
-        row["profile"] = PROFILE | {"attention": kernel, "error": None}
+        row["profile"] = PROFILE | {"host": "0", "attention": kernel, "error": None}
     data["rows"][1]["runs"][0]["busy"] = "other processes use the GPU: 1"
     said = " ".join(render.conditions(data))
     for words in (
         "NVIDIA H200, 139.8 GiB, driver 580, CUDA 13.0, cuDNN 91501. torch 2.11,",
         "one pass of 20 steps (of 2 that were asked for): `python tools/measure.py`. Commit 0123456.",
-        "Clock 345 MHz at the start, 1755 to 1980 MHz under load; power limit 700 W.",
+        "Clock: 345 MHz before the first run, 1755 to 1980 MHz under load; power limit 700 W.",
         "Attention: written out (a); cuDNN (b).",
         "The machine was busy before 1 of 2 runs (other processes use the GPU: 1).",
     ):
@@ -805,6 +818,7 @@ def test_two_measurements_are_compared_row_by_row(tmp_path, capsys, monkeypatch)
     printed = capsys.readouterr().out
     assert re.search(r"^a\.py .* 1\.00× +yes$", printed, re.MULTILINE)
     assert re.search(r"^b\.py .* 2\.00× +no$", printed, re.MULTILINE)
+    assert "They differ in" not in printed
     assert "first.py" not in printed and printed.count("Commit 0123456.") == 2
 
 
@@ -820,7 +834,7 @@ def test_a_figure_shows_each_row_under_its_own_name():
     data = measurement(made("a.py", [SLOW], memory=3.0), made("b.py", [FAST], "a.py"), float32=0.5)
     for row, ms in zip(data["rows"], (2.0, 1.0), strict=True):
         groups = {kind: ms * i for i, kind in enumerate(render.GROUPS)}
-        row["profile"] = {"groups_ms": groups, "attention": None, "reserved_gib": None, "error": None}
+        row["profile"] = PROFILE | {"host": "0", "groups_ms": groups, "error": None}
     figures = render.figures(data)
     unit, speeds = shown(figures["tokens"])
     assert unit == "tokens per second" and [[*bars.values()] for bars in speeds.values()] == [[(0, 5120)], [(0, 10240)]]
@@ -845,7 +859,7 @@ def test_a_figure_shows_each_row_under_its_own_name():
 
 def test_drawing_again_changes_nothing(tmp_path):
     data = measurement(made("a.py", [SLOW]), made("b.py", [FAST], "a.py"), float32=0.5)
-    data["rows"][0]["profile"] = PROFILE | {"error": None}
+    data["rows"][0]["profile"] = PROFILE | {"host": "0", "error": None}
     for folder in ("first", "second"):
         names = render.draw(data, tmp_path / folder)
         assert names == ["tokens", "memory", "loss-steps", "loss-time", "kernels"]

@@ -1,7 +1,7 @@
 """Two measurements side by side:  python tools/compare.py results/FOLDER results/FOLDER
 
 Prints, for each script that both have, its milliseconds per step (quartiles), how many times as fast the second is, and
-whether the two ranges touch: if they do, the difference may be noise.
+whether the two interquartile ranges touch: if they do, the difference may be noise.
 """
 
 import argparse
@@ -55,6 +55,9 @@ def main():
         about.append(
             f"{name}: {folder}, {machine['name']} {machine['capability']}, torch {machine['torch']}. {commits(data)}."
         )
+    other = [key for key, value in first["machine"].items() if value != second["machine"][key]]
+    if other:
+        about.append(f"They differ in {', '.join(other)}: more than the scripts may have made the difference.")
     print(plain(*about, table(first, second)), end="")
 
 

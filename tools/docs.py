@@ -289,8 +289,8 @@ class Site:
             if found is None:
                 result = "not measured yet"
             else:
-                miss = f"{found / high - 1:.0%} more" if found > high else f"{1 - found / low:.0%} less"
-                result = f"measured: {found:,.1f} ms, {'as predicted' if low <= found <= high else miss}"
+                miss = found / high - 1 if found > high else min(0, found / low - 1)
+                result = f"measured: {found:,.1f} ms, {f'{miss:+.0%}' if abs(miss) > 0.005 else 'as predicted'}"
             said.append(f"Predicted on {p['date']} for {where}: {what} ms per step; {result}.")
         return said
 
@@ -305,7 +305,7 @@ class Site:
                 cells = [cell for cell in data["batches"] if script == TEN and cell["compile_mode"] == "default"]
                 found += [(data, cell["batch_size"], cell) for cell in cells]
         times = [(d["finished"] or "", one["median_ms"]) for d, b, one in found if b == prediction["batch_size"]]
-        return max((time for time in times if time[1]), default=(None, None))[1]
+        return max((time for time in times if time[1]), key=lambda time: time[0], default=(None, None))[1]
 
     def measured(self, script, **predicted):
         """What was predicted for a script (speed, memory, loss) beside what was measured, with plots."""

@@ -7,7 +7,7 @@ import pynvml
 
 
 def short_hash(text):
-    """Tells two hosts or GPUs apart without naming them."""
+    """A short id that tells hosts or GPUs apart without naming them."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -47,12 +47,15 @@ def reading(gpu):
 
 def busy(gpu):
     """What else the machine is doing, in words, or None. Call it while no script of the ladder runs."""
-    cpu, others = psutil.cpu_percent(interval=0.1), []
+    cores = psutil.cpu_percent(interval=0.1) / 100 * psutil.cpu_count()
+    said = [f"other work takes {cores:.1f} CPU cores"] if cores > min(1, psutil.cpu_count() / 4) else []
     if gpu is not None:
         try:
-            others = pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)
+            others = len(pynvml.nvmlDeviceGetComputeRunningProcesses(gpu))
+            memory = pynvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30
         except pynvml.NVMLError:
-            pass
-    said = [f"other work takes {cpu:.0f} % of the CPU"] if cpu > 25 else []
-    said += [f"other processes use the GPU: {len(others)}"] if others else []
+            others, memory = 0, 0.0
+        said += [f"other processes use the GPU: {others}"] if others else []
+        # a container may not see the processes of others; 2 GiB is more than the driver takes for itself
+        said += [f"{memory:.0f} GiB of the GPU's memory are taken"] if memory > 2 else []
     return "; ".join(said) or None

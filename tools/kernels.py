@@ -80,8 +80,8 @@ def in_steps(trace):
     return steps, [e for e in events if start <= e["ts"] < end and not e["name"].startswith("ProfilerStep")]
 
 
-def grouped(steps, events):
-    """Milliseconds per step by group."""
+def grouped(steps, events, gpu=False):
+    """Milliseconds per step by group. Raises ValueError if a GPU's trace has no kernels."""
     whole = max(step["ts"] + step["dur"] for step in steps) - min(step["ts"] for step in steps)
     threads = {}
     for event in events:
@@ -89,6 +89,8 @@ def grouped(steps, events):
             threads.setdefault(event["tid"], []).append(event)
     operations = [row for thread in threads.values() for row in nested(thread)]
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if gpu and not kernels:
+        raise ValueError("the profiler saw no kernels: this machine may not let it")
     total = dict.fromkeys(["matmul", "attention", "softmax and loss", "normalisation and element-wise"], 0.0)
     total |= {"optimizer": 0.0, "copies": 0.0}
     if kernels:
@@ -143,7 +145,7 @@ def profile(script):
         steps, events = in_steps(json.loads(Path(path).read_text())["traceEvents"])
         reserved = torch.cuda.max_memory_reserved() if gpu and torch.cuda.is_available() else None
         return {
-            "groups_ms": grouped(steps, events),
+            "groups_ms": grouped(steps, events, gpu),
             "attention": attention([event["name"] for event in events]),
             "reserved_gib": reserved and round(reserved / 2**30, 2),
         }
@@ -153,4 +155,8 @@ if __name__ == "__main__":
     sys.argv.pop(0)
     if not sys.argv or not Path(sys.argv[0]).is_file():
         sys.exit(f"kernels.py: error: {' '.join(sys.argv[:1]) or 'nothing'}: there is no such script to run")
-    print(json.dumps(profile(sys.argv[0])))
+    try:
+        found = profile(sys.argv[0])
+    except ValueError as error:
+        sys.exit(f"kernels.py: error: {error}")
+    print(json.dumps(found))

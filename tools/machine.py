@@ -1,6 +1,6 @@
 """What a measurement ran on, as JSON:  python tools/machine.py --device cuda
 
-A program of its own, because whoever asks a GPU for its name holds some of its memory until he ends.
+A program of its own, because whoever asks a GPU for its name holds some of its memory until it ends.
 """
 
 import argparse

@@ -7,8 +7,8 @@ the median over the passes of the quotient within a pass. What matters most is m
 one pass over the ladder, the profile, the table of batch sizes, the peers, further passes, the largest batch.
 
 A measurement that was cut, by Ctrl-C or by --budget, is kept: the same command continues it and retries what failed.
-It may continue on another host with the same GPU, torch and CUDA. A pass is of one host, so one that was cut is
-measured there anew, and the scripts that have no figure yet come first.
+It may continue on another host with the same GPU, torch and CUDA. Each pass belongs to one host: what another host
+measured of a pass that was cut is measured here anew, after everything that has no figure yet.
 """
 
 import argparse
@@ -37,11 +37,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 # Set by some containers and by nobody who reads the table: they would change what a script computes in, or keep its
 # compiled kernels where measure.py does not know of them.
-OVERRIDES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-OVERRIDES += ("TRITON_CACHE_DIR",)
-PROFILED_STEPS = 9  # 4 to settle, 1 to warm the profiler, 3 looked at, and the last ends them
+OVERRIDES = """NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE
+    TRITON_CACHE_DIR""".split()
+PROFILED_STEPS = 12  # 4 to settle, 1 to warm the profiler, 3 looked at; fp16 leaves out updates that overflow
 FIT_STEPS = 10
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "ddp_run.py")
+# By name a machine without DNS may not find itself.
+TORCHRUN = "-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=1 ddp_run.py".split()
 TEN = "speedup_10_fused_adamw.py"
 BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
 MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # the same in all of a measurement
@@ -70,7 +71,7 @@ def rows(peers=False, branches=False, only=()):
     """
     ladder = [rung for rung in read_ladder() if rung.part in ("rung", "branch")]
     found = [Row(rung.file, (rung.file,), rung.precision, rung.before, rung.part) for rung in ladder]
-    found.append(Row("ddp_run.py under torchrun", TORCHRUN, "bf16", "ddp_run.py", "peer"))
+    found.append(Row("ddp_run.py under torchrun", tuple(TORCHRUN), "bf16", "ddp_run.py", "peer"))
     for name, peer, precision in (
         ("transformers, plain loop", "plain", "float32"),
         ("transformers, bf16, compiled", "compiled", "bf16"),
@@ -143,7 +144,7 @@ class Measurement:
         self.all, self.current = progress.add_task(""), progress.add_task("", visible=False)
 
     def stages(self):
-        """(title, jobs, whether they are worth something only together), what matters most first.
+        """(title, jobs, whether a part of them is worthless), the most important first.
 
         A job is (its method, its arguments); those that are left, and those that failed before this call.
         """
@@ -158,8 +159,10 @@ class Measurement:
         yield "pass 1", self.passing(0, peers), False
         yield "profile", self.profiling(peers), False
         for number in range(self.settings["repeat"]):
-            yield f"pass {number + 1}", self.passing(number, self.plan) + self.of_other_hosts(number), True
+            yield f"pass {number + 1}", self.passing(number, self.plan), True
         yield "largest batch", self.left([(self.fit, row) for row in self.plan if self.settings["fit"]]), False
+        for number in range(self.settings["repeat"]):
+            yield f"pass {number + 1} on one host", self.of_other_hosts(number), True
 
     def left(self, jobs):
         """Of these jobs the ones with no result, or with one that failed before this call."""
@@ -182,41 +185,46 @@ class Measurement:
         return self.left([(self.measure, row, number) for row in (reversed(plan) if number % 2 else plan)])
 
     def of_other_hosts(self, number):
-        """Of a pass that was begun on another host and goes on here, what was measured there."""
-        runs = {row: self.result(self.measure, row, number) for row in self.plan}
-        hosts = {row: run["host"] for row, run in runs.items() if run and not run["error"]}
-        cut = len(set(hosts.values())) > 1 or None in runs.values()
+        """Of a pass that two hosts have parts of, what was not measured on this one."""
+        runs = [(row, self.result(self.measure, row, number)) for row in self.plan]
+        hosts = {row: run["host"] for row, run in runs if run and not run["error"]}
+        cut = len(set(hosts.values())) > 1
         return [(self.measure, row, number) for row, host in hosts.items() if cut and host != self.host["id"]]
 
     def profiling(self, plan):
         wanted = [row for row in plan if self.settings["profile"] and row.words[0].endswith(".py")]
         return self.left([(self.profile, row) for row in wanted])
 
-    def expected(self, row):
-        """Seconds that a run of this row will take, from the ones before; 0 if nothing is known."""
+    def expected(self, do, row, *more):
+        """Seconds that a job will take, from the runs before it; 0 if nothing is known."""
         good = {name: [run for run in found["runs"] if not run["error"]] for name, found in self.records.items()}
         if not row or not good.get(row.name):
             return max((run["process_s"] for runs in good.values() for run in runs), default=0)
         last = good[row.name][-1]
-        compiled = (last["times_ms"][0] - record.median_ms(last)) / 1000
-        return last["process_s"] - (compiled if self.cache(row).exists() else 0)  # its kernels are kept
+        seconds, step = last["process_s"], record.median_ms(last) / 1000
+        if do == self.batch:
+            seconds += step * self.settings["steps"] * max(0, more[0] / self.settings["batch_size"] - 1)
+        elif do == self.fit:
+            seconds *= 3  # sizes
+        elif self.cache(row).exists() and more != (0,) and last["cold"]:  # its kernels are kept
+            seconds -= last["times_ms"][0] / 1000 - step
+        return seconds
 
     def go(self):
         """Do all that is left, as far as the budget allows. Raises RuntimeError if every script failed."""
         for title, jobs, together in self.stages():
             for at, job in enumerate(jobs):
-                needs = [self.expected(row) for _, row, *_ in (jobs if together and not at else [job])]
+                needs = [self.expected(*one) for one in (jobs if together and not at else [job])]
                 if time.monotonic() + sum(needs) > self.ends:
                     break
-                row = job[1]
+                do, row, *more = job
                 self.progress.update(self.all, description=title, completed=at, total=len(jobs))
                 self.progress.reset(self.current, description=row.name if row else title, visible=True)
-                do, *arguments = job
-                do(*arguments)
+                do(row, *more)
                 self.tried.add(job)
             else:
-                measured = [row for row in self.data["rows"] if row["runs"]]
-                if measured and all(row["median_ms"] is None for row in measured):
+                measured = {row.name for do, row, *_ in self.tried if do == self.measure}
+                if measured and all(self.records[name]["median_ms"] is None for name in measured):
                     raise RuntimeError("every script failed")
 
     def state(self):
@@ -254,22 +262,25 @@ class Measurement:
                 gpu = gauge.reading(self.gpu)  # under load
             self.progress.update(self.current, completed=count, description=row.name)
 
-        if self.host["id"] not in (host["id"] for host in self.data["hosts"]):
-            self.data["hosts"].append(self.host)
         about = {"started": now(), "host": self.host["id"], "busy": busy, "cold": cold}
         start = time.perf_counter()
         text, errors, status = execute(command(row, self.settings, **changed), cache, on_step)
         about |= {"process_s": round(time.perf_counter() - start, 2), "gpu": gpu}
         return about | record.parse(text, errors, status, steps), text
 
-    def next(self, title, row, result):
-        """Save, and say what a row came to."""
+    def save(self):
+        if self.host["id"] not in (host["id"] for host in self.data["hosts"]):
+            self.data["hosts"].append(self.host)
         if self.commit not in self.data["commits"]:
             self.data["commits"].append(self.commit)
         record.summarise(self.data)
         if all(other["runs"] for other in self.data["rows"] if other["kind"] != "peer"):
-            self.data["finished"] = now()  # there is a whole table
+            self.data["finished"] = self.data["finished"] or now()  # there is a whole table
         record.save(self.path, self.data)
+
+    def next(self, title, row, result):
+        """Save, and say what a row came to."""
+        self.save()
         self.say(f"{title}  {row.name}: {result}")
 
     def say(self, text):
@@ -281,6 +292,7 @@ class Measurement:
             self.data["roof"] = ask("roof.py", *(f"--{flag}={self.settings[flag.replace('-', '_')]}" for flag in flags))
         except RuntimeError as error:  # the speeds hold without it
             self.say(f"no peak: {error}")
+        self.save()
 
     def measure(self, row, number):
         kept = self.records[row.name]
@@ -296,9 +308,10 @@ class Measurement:
         words = command(row, self.settings, steps=PROFILED_STEPS)
         text, errors, status = execute(["tools/kernels.py", *words], self.cache(row))
         error = record.parse(text, errors, status, PROFILED_STEPS)["error"]
-        empty = dict.fromkeys(("groups_ms", "attention", "reserved_gib"))
-        found = empty if error else json.loads(text.splitlines()[-1])
-        self.records[row.name]["profile"] = found | {"error": error}
+        found = dict.fromkeys(("groups_ms", "attention", "reserved_gib"))
+        if not error:  # a library may print something after it
+            found = json.loads(next(line for line in reversed(text.splitlines()) if line.startswith('{"groups_ms"')))
+        self.records[row.name]["profile"] = {"host": self.host["id"]} | found | {"error": error}
         self.next("profile", row, error or f"{sum(found['groups_ms'].values()):,.2f} ms")
 
     def batch(self, row, size, mode):
@@ -313,7 +326,9 @@ class Measurement:
         """The largest micro-batch of a power of two that the device holds, and the speed with it."""
         done = [self.records[other.name]["fit"] or {} for other in self.plan[: self.plan.index(row)]]
         sizes = [fit["batch_size"] for fit in done if fit.get("batch_size")]
-        fit = dict.fromkeys(("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error"))
+        fit = {"host": self.host["id"]} | dict.fromkeys(
+            ("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error")
+        )
 
         def fits(size):
             run, _ = self.run(row, self.cache(row, size), batch_size=size, steps=FIT_STEPS)
@@ -380,7 +395,9 @@ def begin(this, plan, name, out, line):
         about = {"name": row.name, "kind": row.kind, "before": row.before, "precision": row.precision}
         records.append(about | {"command": words, "runs": [], "profile": None, "fit": None})
     start = {"command": line, "started": now(), "finished": None, "complete": False, "commits": []}
-    return folder, this | start | {"hosts": [], "roof": None, "rows": records, "batches": []}
+    data = this | start | {"hosts": [], "roof": None, "rows": records, "batches": []}
+    record.summarise(data)
+    return folder, data
 
 
 def now():
@@ -438,7 +455,8 @@ def look(args):
     } | {name: getattr(args, name) for name in ("peers", "branches", "profile", "batches", "fit")}
     machine = {key: found[key] for key in MACHINE} | ({} if cpu else {"threads": None})
     host = {key: value for key, value in found.items() if key not in MACHINE}
-    host = {"id": gauge.short_hash(json.dumps([host, platform.node()])), **host}
+    known = [platform.node(), *(host[key] for key in ("gpu_id", "driver", "cpu", "cores"))]
+    host = {"id": gauge.short_hash(json.dumps(known)), **host}
     host["gpu"] = gauge.reading(gauge.find_gpu(host["gpu_id"]))  # before any load
     name = re.sub(r"[^a-z0-9]+", "-", f"{'cpu ' if cpu else ''}{machine['name']}".lower()).strip("-")
     return settings, machine, host, name
@@ -449,6 +467,8 @@ def main():
     parser, args, line = arguments()
 
     def stop(number, _):
+        for other in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+            signal.signal(other, signal.SIG_IGN)  # the table is written
         if number == signal.SIGALRM:
             raise TimeUp
         sys.exit(128 + number)  # the child is ended, the file is whole
@@ -474,7 +494,10 @@ def main():
     print(f"{settings['model']}, B {settings['batch_size']}, T {settings['seq_len']} -> {folder}{done}", flush=True)
     bar = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
     try:
-        with tempfile.TemporaryDirectory() as temporary, Progress(*bar, transient=True) as progress:
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary,
+            Progress(*bar, transient=True) as progress,
+        ):
             caches = args.cache.resolve() if args.cache else Path(temporary)
             measurement = Measurement(folder / "ladder.json", data, plan, host, progress, caches, ends)
             try:
@@ -484,14 +507,14 @@ def main():
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except TimeUp:
                 measurement.say("the budget is spent")
-        data["complete"] = not any(jobs for _, jobs, _ in measurement.stages())
-        record.save(folder / "ladder.json", data)
+            data["complete"] = not any(jobs for _, jobs, _ in measurement.stages())
+            measurement.save()
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     except RuntimeError as error:
         sys.exit(f"{parser.prog}: error: {error}")
     finally:
-        if data["hosts"]:
+        if (folder / "ladder.json").exists():
             render.write(folder)
             if not data["complete"]:
                 print(*measurement.state(), sep="\n")

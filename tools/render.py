@@ -74,7 +74,7 @@ def cells(data):
                 line[0] += f" (a pass failed: {row['error']})"
         if fits:
             speed = f"{fit['tokens_per_s']:,.0f}" if fit.get("tokens_per_s") else fit.get("error") or ""
-            text_ended = fit.get("limit") and "out of memory" not in fit["limit"]
+            text_ended = " tokens, but B " in (fit.get("limit") or "")  # as DataLoaderLite says
             line += [f"{fit.get('batch_size') or ''}{'+' if text_ended else ''}", speed]
         table.append(line)
     return table
@@ -119,7 +119,7 @@ def conditions(data):
         if len(hosts) > 1:
             where[-1] = f"On {host['cpu']}, {', '.join(about)}, {where[-1]}"
     whole = min((len({run["pass"] for run in row["runs"]}) for row in data["rows"] if row["kind"] != "peer"), default=0)
-    passes = f"{whole} passes, interleaved, of" if whole > 1 else "one pass of"
+    passes = f"{whole} passes, interleaved, of" if whole > 1 else "one pass of" if whole else "part of a pass of"
     asked = f" (of {s['repeat']} that were asked for)" if whole < s["repeat"] else ""
     lines = [
         f"{'. '.join(where)}. {data['started'][:10]}.",
@@ -133,10 +133,9 @@ def conditions(data):
     clocks = [run["gpu"]["clock_mhz"] for run in runs if run["gpu"] and run["gpu"]["clock_mhz"]]
     if clocks:
         before = hosts[0]["gpu"] or {}
-        lines.append(
-            f"Clock {before.get('clock_mhz')} MHz at the start, {min(clocks)} to {max(clocks)} MHz under load; "
-            f"power limit {before.get('power_limit_w')} W."
-        )
+        start = f"{before['clock_mhz']} MHz before the first run, " if before.get("clock_mhz") else ""
+        limit = f"; power limit {before['power_limit_w']} W" if before.get("power_limit_w") else ""
+        lines.append(f"Clock: {start}{min(clocks)} to {max(clocks)} MHz under load{limit}.")
     profiled = [row for row in data["rows"] if row["profile"] and row["profile"]["attention"]]
     kernels = []
     for kind, group in groupby(profiled, key=lambda row: row["profile"]["attention"]):
@@ -280,7 +279,7 @@ def newest():
     found = {}
     for path in (ROOT / "results").glob("*/ladder.json"):
         data = read(path)
-        if data["finished"]:
+        if data["finished"] and not data["settings"]["only"]:
             age = data["machine"]["device"] != "cpu", data["finished"]
             key = data["machine"]["name"], data["settings"]["model"]
             found[key] = max(found.get(key, ((False, ""), None)), (age, path.parent))

@@ -69,12 +69,16 @@ def check_tf32(device):
 
 
 def warm_up(device, seconds=10):
-    """Bring the clock and the temperature of a GPU to what they are during training."""
+    """Bring the clock and the temperature of a GPU to what they are during training. Returns its state under load."""
+    gpu = find_gpu(gpu_id(torch.cuda.get_device_properties(device)))
     x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16 if "bf16" in precisions(device) else torch.float16)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        x @ x
+        for _ in range(50):
+            x @ x
+        under_load = reading(gpu)  # while it works through these
         torch.accelerator.synchronize(device)
+    return under_load
 
 
 def multiply(precision, shape, device):
@@ -104,17 +108,13 @@ def measure(config, tokens, device):
     shapes = products(config, tokens, square)
     source = torch.randn(2**26, device=device)  # 256 MiB, more than a cache holds
     target = torch.empty_like(source)
-    if device.type == "cuda":
-        warm_up(device)
+    under_load = warm_up(device) if device.type == "cuda" else None
     for _ in range(3):
         for key in ((precision, name) for precision in precisions(device) for name in shapes):
             try:
                 best[key] = max(best.get(key, 0), multiply(key[0], shapes[key[1]], device))
             except (RuntimeError, AttributeError, ValueError) as error:
                 refused[key] = str(error).splitlines()[0]
-        under_load = (
-            reading(find_gpu(gpu_id(torch.cuda.get_device_properties(device)))) if device.type == "cuda" else None
-        )
         copied.append(seconds("target.copy_(source)", device, source=source, target=target))
     matmul, ceilings = [], {}
     for precision in precisions(device):
