@@ -292,7 +292,7 @@ def made_up(tmp_path_factory):
     data = json.loads((ROOT / "results" / next(iter(RESULTS)) / "ladder.json").read_text(encoding="utf-8"))
     data["machine"] |= {"device": "cuda", "name": "NVIDIA H200", "cuda": "1", "threads": None}
     data["hosts"][0] |= {"device_memory_gib": 16.0, "driver": "1", "cudnn": 91501}
-    data["settings"] |= {"batch_size": 16, "seq_len": 1024, "repeat": 1}
+    data["settings"] |= {"model": "gpt2", "batch_size": 16, "seq_len": 1024, "repeat": 1}
     speed = {"median_ms": 130.0, "tokens_per_s": 5e5, "tflops": None, "roof_share": None}
     cell = {"batch_size": 64, "compile_mode": "default", "precision": "bf16", "run": dict(data["rows"][10]["runs"][0])}
     del cell["run"]["pass"]
@@ -304,7 +304,10 @@ def made_up(tmp_path_factory):
     for key in ("median_ms", "quartiles_ms", "tokens_per_s", "over_baseline", "over_before"):
         failed[key] = None
     failed["error"] = "out of memory with B 64 and T 1024: lower --batch-size or --seq-len. " * 3 + "The end."
-    data["rows"][1]["error"], data["rows"][2]["fit"] = "the first pass failed", {"batch_size": 96, "error": None}
+    data["rows"][1]["error"], data["rows"][2]["fit"] = (
+        "the first pass failed",
+        {"host": "0", "batch_size": 96, "error": None},
+    )
     data["rows"][2]["fit"] |= dict.fromkeys(("limit", "median_ms", "tokens_per_s", "peak_memory_gib"))
     (root / "results" / "made-up").mkdir()
     (root / "results" / "made-up" / "ladder.json").write_text(json.dumps(data), encoding="utf-8")
