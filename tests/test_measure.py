@@ -611,7 +611,9 @@ def test_on_hosts_that_are_always_new_every_pass_comes_to_its_end(in_process):
 
 def test_the_same_host_goes_on_where_it_was(in_process):
     in_process.call("--repeat", 2, cut=5)
-    assert len(in_process.call("--repeat", 2)["hosts"]) == 1 and len(in_process.state.ran) == 24 - 5
+    data = in_process.call("--repeat", 2)
+    assert len(data["hosts"]) == 1 and data["complete"] and len(in_process.state.ran) == 24 - 5
+    assert in_process.call("--repeat", 2, host="another") == data  # where nothing is left
 
 
 @pytest.mark.parametrize("other", [{"torch": "3"}, {"cuda": "2"}, {"name": "Another GPU"}])

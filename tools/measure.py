@@ -33,7 +33,7 @@ import gauge
 import record
 import render
 from ladder import ROOT, read_ladder
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 # Set by some containers and by nobody who reads the table: they would change what a script computes in, or keep its
 # compiled kernels where measure.py does not know of them.
@@ -218,7 +218,9 @@ class Measurement:
                 if time.monotonic() + sum(needs) > self.ends:
                     break
                 do, row, *more = job
-                self.progress.update(self.all, description=title, completed=at, total=len(jobs))
+                self.progress.update(
+                    self.all, description=f"{title}, {at + 1}/{len(jobs)}", completed=at, total=len(jobs)
+                )
                 self.progress.reset(self.current, description=row.name if row else title, visible=True)
                 do(row, *more)
                 self.tried.add(job)
@@ -326,9 +328,8 @@ class Measurement:
         """The largest micro-batch of a power of two that the device holds, and the speed with it."""
         done = [self.records[other.name]["fit"] or {} for other in self.plan[: self.plan.index(row)]]
         sizes = [fit["batch_size"] for fit in done if fit.get("batch_size")]
-        fit = {"host": self.host["id"]} | dict.fromkeys(
-            ("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error")
-        )
+        fit = dict.fromkeys(("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error"))
+        fit["host"] = self.host["id"]
 
         def fits(size):
             run, _ = self.run(row, self.cache(row, size), batch_size=size, steps=FIT_STEPS)
@@ -492,7 +493,7 @@ def main():
         again = any(row["error"] for row in data["rows"])
         done = f" (measured already: {'what failed is tried again' if again else 'move it away to measure anew'})"
     print(f"{settings['model']}, B {settings['batch_size']}, T {settings['seq_len']} -> {folder}{done}", flush=True)
-    bar = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    bar = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     try:
         with (
             tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary,
@@ -508,7 +509,8 @@ def main():
             except TimeUp:
                 measurement.say("the budget is spent")
             data["complete"] = not any(jobs for _, jobs, _ in measurement.stages())
-            measurement.save()
+            record.summarise(data)
+            record.save(folder / "ladder.json", data)
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     except RuntimeError as error:
