@@ -122,7 +122,7 @@ BEFORE = {
 # A long command has shown that it works once it prints the first of these; then Ctrl-C, and it ends with the second.
 LONG = {
     r"^step +1 \|": r"^median of steps ",
-    r"^pass 1/\d  baseline\.py: \S+ ms$": r"^not finished: run the same command again$",
+    r"^pass 1/\d  baseline\.py: \S+ ms\b": r"^not finished: run the same command again$",
     r"http://localhost:\d+": "",
 }
 
