@@ -88,7 +88,7 @@ def share(speed, precision):
 
 def batch_cells(data):
     """The table of batch sizes and compile modes, or nothing."""
-    table = [["rung 10", "compile mode", "ms per step", "tokens/s", "model TFLOP/s", "MFU, of the roof"]]
+    table = [["rung 10", "compile mode", "ms per step (one run)", "tokens/s", "model TFLOP/s", "MFU, of the roof"]]
     for cell in data["batches"]:
         line = [f"B {cell['batch_size']}", cell["compile_mode"]]
         if cell["run"]["error"]:
