@@ -220,9 +220,9 @@ def main():
         print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
     use_bf16 = device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "AVX512"
     if device.type == "cuda":
-        use_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        use_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
     if not use_bf16:
-        print("no bf16 here: it takes a GPU that supports it, or a CPU with AVX-512")
+        print("no bf16 here: it takes compute capability 8.0 or later, or AVX-512 on a CPU; older ones emulate it")
     torch.manual_seed(args.seed)
     if args.init_from:
         try:
@@ -273,12 +273,12 @@ def main():
             print(f"dt {1000 * times[-1]:8.2f} ms | {B * T / times[-1]:10,.0f} tok/s", flush=True)
             if not math.isfinite(loss.item()):
                 sys.exit(f"{parser.prog}: error: the loss is not finite at step {step}")
-    except torch._dynamo.exc.TorchDynamoException as error:
-        sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
     except RuntimeError as error:
-        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
-            raise
-        sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
+        if any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory")):
+            sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
+        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+            sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
+        raise
     finally:
         if times:
             first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation, allocator, autotuning

@@ -255,9 +255,9 @@ def main():
             if not math.isfinite(loss.item()):
                 sys.exit(f"{parser.prog}: error: the loss is not finite at step {step}")
     except RuntimeError as error:
-        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
-            raise
-        sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
+        if any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory")):
+            sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
+        raise
     finally:
         if times:
             first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation, allocator, autotuning

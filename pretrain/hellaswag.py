@@ -120,16 +120,16 @@ def main():
         model.to(device)
     except (AssertionError, RuntimeError) as error:  # torch's way to say that there is no such device
         parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")
-    use_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    use_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     try:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
             by_sum, by_mean, n = count_right(model, examples, args.batch_tokens, device)
-    except torch._dynamo.exc.TorchDynamoException as error:
-        sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
     except RuntimeError as error:
-        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
-            raise
-        sys.exit(f"{parser.prog}: error: out of memory: lower --batch-tokens")
+        if any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory")):
+            sys.exit(f"{parser.prog}: error: out of memory: lower --batch-tokens")
+        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+            sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
+        raise
     print(
         f"{args.model} | HellaSwag, completion style | acc {by_sum / n:.4f} | acc_norm {by_mean / n:.4f} | {n} examples"
     )

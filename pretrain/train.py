@@ -330,10 +330,11 @@ def main():
     ddp = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys()  # torchrun starts a process per GPU, with its place
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if ddp and args.device != "cpu":
+        if args.device != accelerator:
+            parser.error(f"--device {args.device}: CUDA_VISIBLE_DEVICES tells torchrun which GPUs to take")
         args.device = f"{accelerator}:{os.environ.get('LOCAL_RANK', rank)}"
         if args.device not in devices:
             parser.error(f"there is no {args.device} for rank {rank}: lower --nproc_per_node")
-        torch.get_device_module(args.device).set_device(args.device)
     device = torch.device(args.device)
     sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w")  # rank 0 alone prints
     if device.type == "cpu" and not args.model and not args.init_from:
@@ -347,9 +348,9 @@ def main():
         print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
     use_bf16 = device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "AVX512"
     if device.type == "cuda":
-        use_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        use_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
     if not use_bf16:
-        print("no bf16 here: it takes a GPU that supports it, or a CPU with AVX-512")
+        print("no bf16 here: it takes compute capability 8.0 or later, or AVX-512 on a CPU; older ones emulate it")
     torch.manual_seed(args.seed)
     if args.init_from:
         try:
@@ -401,6 +402,7 @@ def main():
     begun = args.resume and (folder / "unfinished.tmp").exists()  # a run here was killed: its log may be ahead
     try:
         if ddp:
+            module.set_device(device)  # the one that NCCL uses
             dist.init_process_group(dist.get_default_backend_for_device(device))
         model.to(device)
         mode = args.compile_mode if accumulation == 1 else "default"  # CUDA graphs cannot accumulate
@@ -507,19 +509,19 @@ def main():
                     save_checkpoint(folder, args.keep, state)
             if stop:
                 sys.exit(128 + (signals or [signal.SIGTERM])[0])
-    except torch._dynamo.exc.TorchDynamoException as error:
-        sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
     except (OSError, ValueError) as error:
         parser.exit(1 if times else 2, f"{parser.prog}: error: {error}\n")
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # torch.save met a full disk
-            sys.exit(f"{parser.prog}: error: {folder}: {error.__context__}")
+        if any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory")):
+            sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
+        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+            sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
         if isinstance(error, dist.DistError) or "/gloo/" in str(error):
             time.sleep(5)  # torchrun names the rank that ends first: let it be the one that failed
             sys.exit(f"{parser.prog}: error: rank {rank} lost another, whose error is the one to read: {error}")
-        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
-            raise
-        sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
+        if isinstance(error.__context__, OSError):  # torch.save met a full disk
+            sys.exit(f"{parser.prog}: error: {folder}: {error.__context__}")
+        raise
     finally:
         if writer:
             with suppress(OSError):  # a full disk, which was said above

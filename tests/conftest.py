@@ -276,28 +276,34 @@ class OnTheCpu(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def made_up_gpu(events=None, capability=(9, 0), bf16="native", count=1):
-    """In this context torch finds GPUs (bf16: native, emulated or none), which compute on the CPU.
+def made_up_gpu(events=None, capability=(9, 0), *others):
+    """In this context torch finds a GPU for each of these compute capabilities; they compute on the CPU.
 
     `events` gets their synchronisations, and the copies and reads of an OnTheCpu.
     """
+    capabilities = [capability, *others]
+
+    def capability_of(device=0):  # the first GPU is the current one
+        return capabilities[getattr(device, "index", device) or 0]
+
     events, autocast = [] if events is None else events, torch.autocast
     with pytest.MonkeyPatch.context() as patch, OnTheCpu(events):
         for owner, name, value in (
             (torch.accelerator, "is_available", True),
             (torch.accelerator, "current_accelerator", torch.device("cuda")),
-            (torch.accelerator, "device_count", count),
+            (torch.accelerator, "device_count", len(capabilities)),
             (torch.accelerator, "current_stream", SimpleNamespace(is_capturing=lambda: False)),
-            (torch.cuda, "get_device_capability", capability),
             (torch.cuda, "get_device_name", "Made Up GPU"),
             (torch.cuda, "get_device_properties", SimpleNamespace(uuid="1234-5678")),
             (torch.cuda, "max_memory_allocated", 3 * 2**30),
             (torch.cuda, "mem_get_info", (20 * 2**30, 80 * 2**30)),  # free, and in all
         ):
             patch.setattr(owner, name, lambda *args, value=value, **options: value)
-        counts = {True: ("native", "emulated"), False: ("native",)}
+        patch.setattr(torch.cuda, "get_device_capability", capability_of)
         patch.setattr(
-            torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16 in counts[including_emulation]
+            torch.cuda,
+            "is_bf16_supported",
+            lambda including_emulation=True: including_emulation or capability_of() >= (8, 0),
         )
         patch.setattr(torch.cuda, "set_device", lambda device: events.append(f"set_device {device}"))
         patch.setattr(torch.accelerator, "synchronize", lambda *device: events.append("synchronize"))
@@ -333,6 +339,26 @@ def refused(monkeypatch, capfd):
         return printed
 
     return refused
+
+
+@pytest.fixture
+def measured(request):
+    """Write a line to the terminal on what a test has measured, whatever else pytest shows."""
+    reporter, capture = map(request.config.pluginmanager.get_plugin, ("terminalreporter", "capturemanager"))
+
+    def measured(text):
+        with capture.global_and_fixture_disabled():
+            reporter.write_line(f"{request.node.name}: {text}")
+
+    return measured
+
+
+def trouble(errors):
+    """Of what a process wrote to stderr the lines that matter: an error, or a warning about a line of this project."""
+    ours = rf"{re.escape(str(ROOT))}/(?!\.venv/)"
+    return [
+        line for line in errors.splitlines() if re.search(rf"\b\w*(Error|Exception)\b|: error: |Traceback|{ours}", line)
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -479,13 +505,13 @@ def run(tmp_path_factory, inductor_cache):
         home = tmp_path_factory.mktemp("home")
         command = [sys.executable, str(folder / script), *map(str, args)]
         if torchrun:
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={torchrun}"]
-            launcher += [f"--max-restarts={restarts}"]
-            command[1:1] = launcher
-        kept = "PATH", "OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
-        env = {name: os.environ[name] for name in kept}
-        env |= {"HOME": str(home), "PYTHONPATH": str(ROOT / "tests" / "offline")}
-        env |= {"TORCHINDUCTOR_CACHE_DIR": inductor_cache} | environment
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+            command[1:1] = [*launcher, f"--nproc_per_node={torchrun}", f"--max-restarts={restarts}"]
+        kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"  # from LD_ on for a GPU
+        env = {name: value for name, value in os.environ.items() if re.fullmatch(kept, name)}
+        packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # the user's own
+        env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "offline"), *packages]))}
+        env |= {"HOME": str(home), "TORCHINDUCTOR_CACHE_DIR": inductor_cache} | environment
         done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=timeout)
         done.left_behind = sorted(path.name for path in home.iterdir())
         done.steps = [match.groupdict() for match in STEP.finditer(done.stdout)]

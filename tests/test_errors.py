@@ -5,7 +5,8 @@ import resource
 import shutil
 
 import pytest
-from conftest import EAGER, ROOT, SCRIPTS, since
+import torch
+from conftest import EAGER, ROOT, RUNGS, SCRIPTS, load, play, since, versions
 
 WRONG = {
     "no such file": (["--data", "nowhere.txt"], "nowhere.txt"),
@@ -87,6 +88,47 @@ def test_out_of_memory_names_b_and_t_and_the_flags(script, B, tmp_path, run):
         arguments += ["--total-batch-size", B * 1024]
     done = run(script, *arguments, PYTHONPATH=str(tmp_path), **EAGER)
     one_line(done, script, 1, f"out of memory with B {B} and T 1024: lower --batch-size or --seq-len")
+
+
+OUT_OF_MEMORY = {  # as PyTorch 2.13 says it
+    "the allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total ..."),
+    "the driver": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported ..."),
+    "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "a CPU": RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you ..."),
+}
+
+
+def fail_with(error):
+    def fail(*args, **options):
+        raise error
+
+    return fail
+
+
+@pytest.mark.usefixtures("no_evaluation")
+@pytest.mark.parametrize("source", OUT_OF_MEMORY)
+@pytest.mark.parametrize("script", versions("main", among=list(RUNGS)))
+def test_out_of_memory_is_one_line_wherever_it_comes_from(script, source, monkeypatch, refused):
+    monkeypatch.setattr(load(script).GPT, "forward", fail_with(OUT_OF_MEMORY[source]))
+    words = ["--device", "cpu", "--data", ROOT / "README.md", "--batch-size", 1, "--seq-len", 8]
+    words += ["--total-batch-size", 8] if script in since("ddp_run.py", among=list(RUNGS)) else []
+    refused(script, *words, status=1, says="out of memory with B 1 and T 8: lower --batch-size or --seq-len")
+
+
+@pytest.mark.usefixtures("no_evaluation")
+@pytest.mark.parametrize("source", ["the allocator", "cuBLAS", None])
+@pytest.mark.parametrize("script", ["speedup_05_compile.py", "ddp_run.py"])
+def test_out_of_memory_in_the_compiler_is_no_failure_of_it(script, source, monkeypatch):
+    """Inductor tries kernels out on the GPU. What is raised there comes back as an error of the compiler."""
+    error = OUT_OF_MEMORY[source] if source else NotImplementedError("no such kernel")
+    monkeypatch.setattr(torch._inductor.graph.GraphLowering, "compile_to_module", fail_with(error))
+    words = ["--data", ROOT / "README.md", "--batch-size", 1, "--seq-len", 8]
+    words += ["--total-batch-size", 8] if script == "ddp_run.py" else []
+    with pytest.raises(SystemExit) as exit, torch._inductor.utils.fresh_inductor_cache():
+        play(script, *words, compiled=True)
+    torch._dynamo.reset()
+    said = "torch.compile failed: NotImplementedError: no such kernel"
+    assert exit.value.code.startswith(f"{script}: error: {'out of memory with B 1 and T 8: ' if source else said}")
 
 
 @pytest.mark.slow

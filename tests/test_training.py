@@ -39,6 +39,7 @@ pytestmark = pytest.mark.usefixtures("no_evaluation")
 LOOPS = versions("main", among=list(RUNGS))
 FSDP = "branches/fsdp_run.py"
 ACCUMULATE = since("ddp_run.py", among=list(RUNGS))
+V100, T4, A100, H100 = (7, 0), (7, 5), (8, 0), (9, 0)  # compute capabilities
 WORK = {"synchronize", "next_batch", "zero_grad", "forward", "backward", "step"}
 
 
@@ -142,15 +143,44 @@ def precision_of(script):
 
 @pytest.mark.parametrize("script", LOOPS)
 def test_a_gpu_computes_in_the_fastest_type_that_it_has(script):
-    """TF32 from compute capability 8.0 on, bf16 where it is not emulated, no slow, deterministic kernels."""
-    for capability, bf16 in ((7, 5), "emulated"), ((8, 0), "native"), ((9, 0), "native"), ((9, 0), "none"):
-        tf32 = script in since(2, among=list(RUNGS)) and capability >= (8, 0)
-        dtype = torch.bfloat16 if bf16 == "native" and script in since(3, among=list(RUNGS)) else torch.float32
+    """TF32 and bf16 from compute capability 8.0 on, no slow, deterministic kernels."""
+    for capability in V100, T4, A100, H100:
+        ampere = capability >= A100
+        tf32 = script in since(2, among=list(RUNGS)) and ampere
+        dtype = torch.bfloat16 if ampere and script in since(3, among=list(RUNGS)) else torch.float32
         dtype = torch.float16 if script == FP16 else dtype
-        with made_up_gpu(capability=capability, bf16=bf16):
-            assert precision_of(script) == (tf32, dtype, False), (capability, bf16)
+        with made_up_gpu(None, capability):
+            assert precision_of(script) == (tf32, dtype, False), capability
     train(script, 1, batch=1, length=8)
     assert torch.are_deterministic_algorithms_enabled()  # on a CPU one seed is one curve
+
+
+@pytest.mark.parametrize("script", since(2, among=list(RUNGS)))
+def test_what_a_gpu_does_not_have_is_said_in_a_line_and_left_out(script):
+    words = "--model", "nano", "--steps", 1, "--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md"
+    words += ("--total-batch-size", 8) if script in ACCUMULATE else ()
+    for capability, count in (T4, 1), (A100, 0):
+        with made_up_gpu(None, capability):
+            printed = play(script, *words, device="cuda")
+        assert printed.count("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later\n") == count
+        bf16 = script in since(3, among=list(RUNGS)) and script != FP16
+        assert printed.count("no bf16 here: it takes compute capability 8.0 or later") == count * bf16
+
+
+@pytest.mark.parametrize("script", LOOPS)
+def test_of_two_gpus_the_one_that_was_asked_for_is_used_and_named(script, monkeypatch):
+    """The first, which is PyTorch's current one, is a T4, the second an A100."""
+    used, to = [], load(script).GPT.to
+    monkeypatch.setattr(load(script).GPT, "to", lambda model, device: used.append(device) or to(model, device))
+    words = "--model", "nano", "--steps", 1, "--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md"
+    words += ("--total-batch-size", 8) if script in ACCUMULATE else ()
+    with made_up_gpu(None, T4, A100), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda device: used.append(device) or f"GPU {device.index}")
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda device: used.append(device) or 2**30)
+        patch.setattr(torch.accelerator, "synchronize", used.append)
+        printed = play(script, *words, device="cuda:1")
+    assert "device cuda:1 (GPU 1) | " in printed and {str(device) for device in used} == {"cuda:1"}
+    assert not [line for line in printed.splitlines() if line.startswith("no ")]  # TF32, bf16
 
 
 @pytest.mark.parametrize("script", LOOPS)
@@ -417,16 +447,33 @@ def test_each_rank_has_a_gpu_of_its_own_and_text_of_its_own_also_when_it_goes_on
     words = "--batch-size", 2, "--seq-len", 16, "--total-batch-size", 64, "--data", ROOT / "README.md"
     words += "--model", "nano", "--checkpoint-dir", tmp_path / "saved"
     saved = []
-    with made_up_gpu(count=2) as events, rank(1):
+    with made_up_gpu(None, H100, H100) as events, rank(1):
         play(script, *words, "--steps", 2, device="cuda")
     assert "set_device cuda:1" in events and models == ["cuda:1"] and reads == [32, 96]
-    with made_up_gpu(count=2), rank(0):
+    with made_up_gpu(None, H100, H100), rank(0):
         play(script, *words, "--steps", 2, device="cuda")
     monkeypatch.setattr(module, "load_checkpoint", lambda folder: saved[-1])
     reads.clear()
-    with made_up_gpu(count=2), rank(1):
+    with made_up_gpu(None, H100, H100), rank(1):
         play(script, *words, "--steps", 3, "--resume", device="cuda")
     assert reads == [160]
+
+
+@pytest.mark.parametrize("script", RANKED)
+def test_a_rank_is_not_given_another_gpu_than_the_one_that_was_asked_for(script, refused):
+    with made_up_gpu(None, H100, H100), rank(0):
+        refused(script, "--device", "cuda:1", says="--device cuda:1: CUDA_VISIBLE_DEVICES tells torchrun")
+
+
+@pytest.mark.parametrize("script", RANKED)
+def test_a_gpu_that_is_full_from_the_start_is_out_of_memory(script, refused):
+    def fail(device):
+        raise RuntimeError("CUDA error: out of memory")
+
+    words = "--device", "cuda", "--model", "nano", "--data", ROOT / "README.md", "--batch-size", 1, "--seq-len", 8
+    with made_up_gpu(), rank(0), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "set_device", fail)
+        refused(script, *words, "--total-batch-size", 16, status=1, says="out of memory with B 1 and T 8")
 
 
 @pytest.mark.parametrize("script", DDP)

@@ -125,9 +125,9 @@ def main():
             if rows[0][-1] != encoding.eot_token:  # a character may take several tokens
                 print(decoder.decode(encoding.decode_single_token_bytes(tokens[0].item())), end="", flush=True)
     except RuntimeError as error:
-        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
-            raise
-        sys.exit(f"{parser.prog}: error: out of memory: lower --samples or --tokens")
+        if any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory")):
+            sys.exit(f"{parser.prog}: error: out of memory: lower --samples or --tokens")
+        raise
     print(decoder.decode(b"", final=True))
     for row in rows[1:]:
         print(f"\n{args.prompt}{encoding.decode([token for token in row if token != encoding.eot_token])}")
