@@ -4,6 +4,7 @@ FLOPs are compared with PyTorch's counter. Kernels of a T4, an A100 and an H100 
 """
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -11,7 +12,10 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import attention_bench as bench
+import checkpoint
 import gauge
+import hellaswag
 import kernels
 import machine
 import measure
@@ -65,6 +69,31 @@ def test_the_roof_has_as_many_threads_as_the_scripts():
     assert set(seen) == {2}
 
 
+@pytest.mark.parametrize(
+    "capability, found",
+    [
+        ((6, 0), ["float32"]),  # P100
+        ((7, 5), ["float32", "fp16"]),  # T4
+        ((8, 0), ["float32", "fp16", "tf32", "bf16"]),  # A100
+        ((9, 0), ["float32", "fp16", "tf32", "bf16", "fp8"]),  # H100
+    ],
+)
+def test_a_gpu_is_measured_in_the_types_that_it_multiplies_in_and_in_no_emulated_one(capability, found, monkeypatch):
+    cuda, said = torch.device("cuda"), io.StringIO()
+    with made_up_gpu(None, capability), contextlib.redirect_stdout(said):
+        assert roof.precisions(cuda) == found
+        monkeypatch.setattr(bench, "ATTENTION", {})
+        monkeypatch.setattr("sys.argv", ["attention_bench.py", "--seq-lens", "8"])
+        bench.main()
+        monkeypatch.setattr(hellaswag, "read_examples", lambda path: [])
+        monkeypatch.setattr(checkpoint, "load_model", lambda path: torch.nn.Linear(1, 1))
+        monkeypatch.setattr(hellaswag, "count_right", lambda *_: (torch.is_autocast_enabled("cpu"), 0, 1))
+        monkeypatch.setattr("sys.argv", ["hellaswag.py", "model"])
+        hellaswag.main()
+    assert ("| bf16 |" in said.getvalue()) == ("| acc 1.0000 |" in said.getvalue()) == ("bf16" in found)
+    assert ("| fp16 |" in said.getvalue()) == ("bf16" not in found)
+
+
 def test_the_machine_is_described_with_all_its_memory():
     with made_up_gpu():
         found = machine.describe(torch.device("cuda"))
@@ -100,6 +129,7 @@ def test_the_clock_and_the_power_are_those_of_the_gpu_that_is_measured(nvml):
     with made_up_gpu():
         gpu = gauge.find_gpu(machine.describe(torch.device("cuda"))["gpu_id"])
     assert gpu == "GPU-1234-5678" and gauge.find_gpu(None) is None
+    assert gauge.find_gpu(gauge.gpu_id(SimpleNamespace(uuid="of-a-MIG-slice"))) is None  # the clock is not its own
     assert gauge.reading(gpu) == {"clock_mhz": 1234, "power_w": 457, "power_limit_w": 700, "temperature_c": None}
     assert gauge.reading(None) is None
 

@@ -312,6 +312,44 @@ def test_the_peers_have_the_attention_that_transformers_takes_by_default():
     assert kind == GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8)).config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0)])  # V100, T4, A100
+@pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
+def test_a_peer_leaves_out_what_a_gpu_only_emulates_as_rung_10_does(peer, capability, monkeypatch, capsys):
+    peers = load("tools/peers.py")
+
+    def look(model, loader, steps, device, report, use_bf16):
+        report(1.0, 1.0)
+        asked.append(use_bf16)
+
+    asked = []
+    monkeypatch.setattr(peers, peer, look)
+    monkeypatch.setattr("sys.argv", f"peers.py {peer} --model nano --batch-size 1 --seq-len 8".split())
+    with made_up_gpu(None, capability):
+        peers.main()
+    printed, fast = capsys.readouterr().out, peer != "plain"
+    assert asked == [fast and capability >= (8, 0)]
+    used = record.precision_used("bf16", printed) if fast else "float32"
+    assert used == ("bf16" if asked[0] else "float32")
+    assert ("no bf16 here\n" in printed) == ("no TF32 here\n" in printed) == (fast and capability < (8, 0))
+
+
+@pytest.mark.parametrize(
+    "words", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "CUDA out of memory. Tried to"]
+)
+def test_a_peer_that_is_out_of_memory_says_so_in_a_line(words, monkeypatch, capsys):
+    peers = load("tools/peers.py")
+
+    def fail(*args):
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(peers, "plain", fail)
+    monkeypatch.setattr("sys.argv", "peers.py plain --model nano --batch-size 1 --seq-len 8 --device cpu".split())
+    with pytest.raises(SystemExit) as exit:
+        peers.main()
+    assert exit.value.code == "peers.py: error: out of memory with B 1 and T 8"
+    assert record.too_large(exit.value.code) == "memory"
+
+
 def test_a_peers_clock_waits_for_the_gpu():
     report = load("tools/peers.py").Report(torch.device("cuda"), tokens=32)
     with made_up_gpu() as events, pytest.MonkeyPatch.context() as patch:
@@ -330,7 +368,7 @@ B, T, steps = (int(flags[f"--{flag}"]) for flag in ("batch-size", "seq-len", "st
 with open(here / "order.txt", "a") as file:
     print(name, B, steps, file=file)
 if B * T + 1 > 10_000:
-    sys.exit(print(f"{name}: error: 10000 tokens are too few", file=sys.stderr) or 2)
+    sys.exit(print(f"{name}: error: 10000 tokens, but B {B} and T {T} need more", file=sys.stderr) or 2)
 broken = here / f"{name}.broken"
 if broken.exists() or B > LIMIT:
     print(f"{name}: error: out of memory with B {B} and T {T}: lower it", file=sys.stderr)
@@ -440,6 +478,19 @@ def test_the_passes_are_interleaved_and_all_is_written(made_up):
     assert made_up.result()[1] == data
 
 
+@pytest.mark.parametrize("git", [None, "exit 128"])
+def test_without_git_the_commit_is_unknown_and_all_is_measured(made_up, monkeypatch, git):
+    (made_up.folder / "bin").mkdir()
+    if git:
+        (made_up.folder / "bin" / "git").write_text(f"#!/bin/sh\n{git}\n")
+        (made_up.folder / "bin" / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(made_up.folder / "bin"))
+    done = made_up.call("--profile")
+    assert (done.returncode, done.stderr) == (0, "") and "Commit unknown" in done.stdout
+    data = made_up.result()[1]
+    assert data["complete"] and data["commits"] == [None]
+
+
 @pytest.mark.parametrize("broken", [{"a": 2}, {"b": 1, "c": -9}])
 def test_a_script_that_fails_is_a_row_and_is_tried_again(made_up, broken):
     for name, status in broken.items():
@@ -463,7 +514,9 @@ def test_a_script_that_fails_is_a_row_and_is_tried_again(made_up, broken):
 def test_all_failing_is_a_failure_after_one_pass(made_up):
     done = made_up.call("--repeat", 3, "--profile", "--batch-size", 100)
     assert done.returncode == 1 and done.stderr == "measure.py: error: every script failed\n"
-    assert done.stdout.count("a.py: error: 10000 tokens are too few") == 2  # as it happened, and in the table
+    assert (
+        done.stdout.count("a.py: error: 10000 tokens, but B 100 and T 128 need more") == 2
+    )  # as it happened, and in the table
     assert made_up.order() == list("abc")
     made_up.call("--repeat", 3, "--profile", "--batch-size", 100)
     assert made_up.order() == list("abc")  # once more
@@ -695,16 +748,22 @@ def test_a_mistake_is_one_line(made_up, arguments, said):
     assert [path.name for path in (made_up.folder / "results").iterdir()] == ["ladder.schema.json"]
 
 
-def test_one_gpu_alone_is_measured_and_nothing_overrides_its_precision(made_up, monkeypatch):
+@pytest.mark.parametrize(
+    "visible, second",
+    [(None, "1"), ("4,7", "7"), ("4, 7", "7"), ("GPU-4ab,GPU-7cd", "GPU-7cd"), ("MIG-4ab,MIG-7cd", "MIG-7cd")],
+)
+def test_one_gpu_alone_is_measured_and_nothing_overrides_its_precision(made_up, monkeypatch, visible, second):
     machine = MACHINE | {"device": "cuda:1", "device_memory_gib": 80.0, "driver": "1", "cuda": "1"}
     (made_up.folder / "tools" / "machine.py").write_text(f"print('''{json.dumps(machine)}''')")
     look = "import os, sys\nopen('seen.txt', 'a').write(f'{dict(os.environ)} {sys.argv}\\n')\n"
     (made_up.folder / "a.py").write_text(look + (made_up.folder / "a.py").read_text())
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     assert made_up.call("--repeat", 1).returncode == 0
     seen = (made_up.folder / "seen.txt").read_text()
-    assert "'CUDA_VISIBLE_DEVICES': '7'" in seen and "'--device', 'cuda'" in seen
+    assert f"'CUDA_VISIBLE_DEVICES': '{second}'" in seen and "'--device', 'cuda'" in seen
     assert "NVIDIA_TF32_OVERRIDE" not in seen
 
 
@@ -725,11 +784,46 @@ def test_fit_finds_the_largest_batch_and_measures_there(made_up):
     fits = [row["fit"] for row in made_up.result()[1]["rows"]]
     assert [fit["batch_size"] for fit in fits] == [8, 8, 64]  # 78 * 128 + 1 tokens are the text
     assert all("out of memory with B 16 and T 128" in fit["limit"] for fit in fits[:2])
-    assert fits[2]["limit"] == "c.py: error: 10000 tokens are too few"
+    assert fits[2]["limit"] == "c.py: error: 10000 tokens, but B 128 and T 128 need more"
     assert [fit["tokens_per_s"] for fit in fits] == [16_000, 32_000, 64_000]
     assert fits[2]["peak_memory_gib"] == 64
     trials = [line for line in made_up.folder.joinpath("order.txt").read_text().splitlines() if line.startswith("b")]
     assert len(trials) == 3  # the pass, 8 and 16: it starts where a.py ended
+
+
+@pytest.mark.parametrize(
+    "most, error, cell",
+    [
+        (32, "a.py: error: out of memory with B {B} and T 1024: lower --batch-size or --seq-len", "32"),
+        (0, "a.py: error: out of memory with B {B} and T 1024: lower --batch-size or --seq-len", "none"),
+        (64, "a.py: error: 338025 tokens, but B {B} and T 1024 need many", "64+"),
+        (32, "a.py: error: torch.compile failed: no kernel", ""),
+        (0, "a.py: error: torch.compile failed: no kernel", ""),
+        (32, "killed by SIGKILL", ""),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_told_from_a_run_that_fails(in_process, monkeypatch, most, error, cell):
+    """A "+" says that the text ended before the memory. A failure says nothing of either, and is tried again."""
+    execute = measure.execute
+
+    def limited(words, cache, on_step=None):
+        size = int(words[words.index("--batch-size") + 1])
+        tried.append(size)
+        failed = cache.name != "baseline_py" and size > most
+        if failed and "SIGKILL" in error:
+            return "", "", -9
+        return ("", error.format(B=size), 1) if failed else execute(words, cache, on_step)
+
+    tried = []
+    monkeypatch.setattr(measure, "execute", limited)
+    data = in_process.call("--only", "baseline", "--repeat", 1, "--fit")
+    fit, failed = data["rows"][0]["fit"], cell == ""
+    size, speed = render.cells(data)[1][-2:]
+    assert size == cell and (speed == fit["error"]) == bool(fit["error"]) == failed
+    assert fit["batch_size"] == (int(cell.strip("+")) if cell not in ("", "none") else None)
+    tried.clear()
+    in_process.call("--only", "baseline", "--repeat", 1, "--fit")
+    assert bool(tried) == failed
 
 
 # ---- figures
@@ -794,7 +888,7 @@ def test_a_table_says_what_it_takes_to_believe_it():
 
 
 def test_a_commit_that_git_did_not_know_is_said():
-    assert render.commits({"commits": [None]}) == "Commit not known"
+    assert render.commits({"commits": [None]}) == "Commit unknown"
     commits = ["0123456789" * 4, "abcdef0123" * 4 + " and uncommitted changes"]
     assert render.commits({"commits": commits}) == "Commit 0123456 and abcdef0 and uncommitted changes"
 
@@ -824,12 +918,18 @@ def test_two_measurements_are_compared_row_by_row(tmp_path, capsys, monkeypatch)
     assert "first.py" not in printed and printed.count("Commit 0123456.") == 2
 
 
-def test_measurements_of_other_work_are_not_compared():
-    folders = {record.read(path)["settings"]["model"]: path.parent for path in ROOT.glob("results/*/ladder.json")}
-    words = [sys.executable, "tools/compare.py", folders["gpt2"], folders["nano"]]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("compare.py: error: the two differ in ")
-    assert len(done.stderr.splitlines()) == 1
+@pytest.mark.parametrize("key, other", [("device", "cuda"), ("model", "gpt2"), ("batch_size", 64), ("seq_len", 16)])
+def test_a_gpu_is_not_compared_with_a_cpu_nor_other_work(key, other, tmp_path, monkeypatch, capsys):
+    for folder in "first", "second":
+        data = measurement(made("a.py", [SLOW]))
+        data["settings"] |= {key: other} if folder == "second" else {}
+        (tmp_path / folder).mkdir()
+        record.save(tmp_path / folder / "ladder.json", data)
+    monkeypatch.setattr("sys.argv", ["compare.py", str(tmp_path / "first"), str(tmp_path / "second")])
+    with pytest.raises(SystemExit) as exit:
+        compare.main()
+    said = f"compare.py: error: the two differ in {key}: their steps cannot be compared\n"
+    assert (exit.value.code, capsys.readouterr().err) == (2, said)
 
 
 def test_a_figure_shows_each_row_under_its_own_name():

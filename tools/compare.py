@@ -10,7 +10,7 @@ from pathlib import Path
 from record import read
 from render import commits, plain
 
-SAME = ("model", "batch_size", "seq_len")
+SAME = ("device", "model", "batch_size", "seq_len")
 
 
 def table(first, second):
@@ -46,7 +46,7 @@ def main():
         first, second = (read(folder / "ladder.json") for folder in (args.first, args.second))
         differ = [key for key in SAME if first["settings"][key] != second["settings"][key]]
         if differ:
-            raise ValueError(f"the two differ in {', '.join(differ)}: their steps are not the same work")
+            raise ValueError(f"the two differ in {', '.join(differ)}: their steps cannot be compared")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     about = []

@@ -131,9 +131,13 @@ def profile(script):
             on_trace_ready=lambda done: done.export_chrome_trace(path),
         )
 
-        def end_of_step(*_):
+        devices = set()
+
+        def end_of_step(optimizer, *_):
+            device = optimizer.param_groups[0]["params"][0].device
+            devices.add(device)
             if gpu:
-                torch.accelerator.synchronize()  # the queued kernels belong to this step
+                torch.accelerator.synchronize(device)  # the queued kernels belong to this step
             profiler.step()
 
         hook = register_optimizer_step_post_hook(end_of_step)
@@ -143,7 +147,8 @@ def profile(script):
         if not Path(path).exists():
             sys.exit("kernels.py: error: it takes at least 9 steps")
         steps, events = in_steps(json.loads(Path(path).read_text())["traceEvents"])
-        reserved = torch.cuda.max_memory_reserved() if gpu and torch.cuda.is_available() else None
+        (device,) = devices
+        reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
         return {
             "groups_ms": grouped(steps, events, gpu),
             "attention": attention([event["name"] for event in events]),

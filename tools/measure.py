@@ -328,24 +328,28 @@ class Measurement:
         """The largest micro-batch of a power of two that the device holds, and the speed with it."""
         done = [self.records[other.name]["fit"] or {} for other in self.plan[: self.plan.index(row)]]
         sizes = [fit["batch_size"] for fit in done if fit.get("batch_size")]
-        fit = dict.fromkeys(("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error"))
-        fit["host"] = self.host["id"]
+        nothing = dict.fromkeys(("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error"))
+        fit = nothing | {"host": self.host["id"]}
 
         def fits(size):
             run, _ = self.run(row, self.cache(row, size), batch_size=size, steps=FIT_STEPS)
-            if run["error"]:
-                fit["limit"] = run["error"]
-            else:
-                median = record.median_ms(run)
-                found = record.speed(self.data, size, median, row.precision)
+            if not run["error"]:
+                found = record.speed(self.data, size, record.median_ms(run), row.precision)
                 fit.update({k: found[k] for k in ("median_ms", "tokens_per_s")} | {"batch_size": size})
                 fit["peak_memory_gib"] = run["peak_memory_gib"]
+            elif record.too_large(run["error"]):
+                fit["limit"] = run["error"]
+            else:
+                raise RuntimeError(run["error"])
             return not run["error"]
 
-        if not largest(fits, sizes[-1] if sizes else 16):  # the next will be near
-            fit["error"] = fit["limit"]
+        try:
+            largest(fits, sizes[-1] if sizes else 16)  # the next will be near
+        except RuntimeError as error:  # it says nothing of what fits
+            fit |= nothing | {"error": str(error)}
         self.records[row.name]["fit"] = fit
-        self.next("largest batch", row, fit["error"] or f"B {fit['batch_size']}, {fit['tokens_per_s']:,.0f} tok/s")
+        found = f"B {fit['batch_size']}, {fit['tokens_per_s']:,.0f} tok/s" if fit["batch_size"] else "none fits"
+        self.next("largest batch", row, fit["error"] or found)
 
 
 def ask(tool, *words):
@@ -442,7 +446,7 @@ def look(args):
         raise ValueError("--fit takes a GPU: on a CPU the largest batch would take the machine's memory from all else")
     if found["device"].startswith("cuda"):  # that GPU alone: Trainer would take every one it sees
         seen, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(found["device"].partition(":")[2] or 0)
-        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[index] if seen else str(index)
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[index].strip() if seen else str(index)
         found["device"] = "cuda"
     model = args.model or ("nano" if cpu else "gpt2")
     settings = {

@@ -18,7 +18,8 @@ import time
 
 import numpy as np
 import torch
-from ladder import load
+from ladder import ROOT, load
+from machine import usable
 from roof import precisions
 from torch import nn
 
@@ -161,14 +162,17 @@ def main():
     parser.add_argument("--batch-size", type=int, default=4, help="B, default 4")
     parser.add_argument("--seq-len", type=int, default=1024, help="T, default 1024")
     parser.add_argument("--steps", type=int, default=50, help="default 50")
-    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    parser.add_argument("--device", type=usable, default=accelerator, help=f"default {accelerator}")
     args = parser.parse_args()
-    device, tokens = torch.device(args.device), args.batch_size * args.seq_len
+    device, tokens = args.device, args.batch_size * args.seq_len
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(device.type == "cpu")  # as the rungs
     torch.manual_seed(1337)
     model = build(args.model)
-    loader = rung.DataLoaderLite(rung.Path(rung.__file__).with_name("input.txt"), args.batch_size, args.seq_len)
+    try:
+        loader = rung.DataLoaderLite(ROOT / "input.txt", args.batch_size, args.seq_len)
+    except ValueError as error:
+        parser.error(f"input.txt: {error}")
     size = sum(p.numel() for p in model.parameters())
     print(f"device {device} | torch {torch.__version__} | {args.model} {size:,} parameters", end=" ")
     print(f"| B {loader.B} T {loader.T}")
@@ -180,8 +184,12 @@ def main():
     report = Report(device, tokens)
     try:
         peers[args.peer](model, loader, args.steps, device, report, use_bf16)
-    except torch.OutOfMemoryError:
-        sys.exit(f"{parser.prog}: error: out of memory with B {loader.B} and T {loader.T}")
+    except RuntimeError as error:  # as the rungs
+        if any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory")):
+            sys.exit(f"{parser.prog}: error: out of memory with B {loader.B} and T {loader.T}")
+        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+            sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
+        raise
     report.summary()
 
 

@@ -38,6 +38,13 @@ def parse(text, errors="", status=0, steps=None):
     return run
 
 
+def too_large(error):
+    """What a batch is too large for, if a run failed because of that: the "memory" or the "text"; else None."""
+    if "out of memory" in error:
+        return "memory"
+    return "text" if " tokens, but B " in error else None  # as DataLoaderLite says
+
+
 def steady(times):
     """The steps that count, by the scripts' own rule: the first 10 are left out, under 20 steps the first half."""
     return times[10 if len(times) >= 20 else len(times) // 2 :]

@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 from ladder import ROOT
 from matplotlib.figure import Figure
-from record import read
+from record import read, too_large
 from rich.console import Console
 from rich.table import Table
 
@@ -74,8 +74,8 @@ def cells(data):
                 line[0] += f" (a pass failed: {row['error']})"
         if fits:
             speed = f"{fit['tokens_per_s']:,.0f}" if fit.get("tokens_per_s") else fit.get("error") or ""
-            text_ended = " tokens, but B " in (fit.get("limit") or "")  # as DataLoaderLite says
-            line += [f"{fit.get('batch_size') or ''}{'+' if text_ended else ''}", speed]
+            limit = too_large(fit.get("limit") or "")
+            line += [f"{fit.get('batch_size') or ('none' if limit else '')}{'+' if limit == 'text' else ''}", speed]
         table.append(line)
     return table
 
@@ -102,7 +102,7 @@ def batch_cells(data):
 def commits(data):
     """The commits of a measurement, short: 2e54cd5."""
     known = [commit.replace(commit[:40], commit[:7]) for commit in data["commits"] if commit]
-    return f"Commit {' and '.join(known)}" if known else "Commit not known"
+    return f"Commit {' and '.join(known)}" if known else "Commit unknown"
 
 
 def conditions(data):

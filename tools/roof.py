@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from gauge import find_gpu, gpu_id, reading
 from ladder import load
+from machine import usable
 from torch.utils.benchmark import Timer
 
 
@@ -135,10 +136,10 @@ if __name__ == "__main__":
     parser.add_argument("--model", choices=models, default="gpt2", help="default gpt2")
     parser.add_argument("--batch-size", type=int, default=4, help="B, default 4")
     parser.add_argument("--seq-len", type=int, default=1024, help="T, default 1024")
-    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    parser.add_argument("--device", type=usable, default=accelerator, help=f"default {accelerator}")
     args = parser.parse_args()
     if args.batch_size < 1 or args.seq_len < 1:
         parser.error("--batch-size and --seq-len must be at least 1")
     config = models[args.model]
     roof = {"flops_per_token": flops_per_token(config, args.seq_len)}
-    print(json.dumps(roof | measure(config, args.batch_size * args.seq_len, torch.device(args.device)), indent=1))
+    print(json.dumps(roof | measure(config, args.batch_size * args.seq_len, args.device), indent=1))
