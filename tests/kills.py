@@ -4,7 +4,8 @@
 
 Two ranks under torchrun train nano on the CPU (or --device cuda, one rank) and save every 3 steps. A third of the kills
 wait for a save to begin. Each run after a kill begins where the last save that was finished ended, and no step is lost
-beyond that; at the end the losses of all steps, and the weights, are those of the undisturbed run, bit for bit.
+beyond that; at the end the losses of all steps, and the weights, are those of the undisturbed run, bit for bit. On
+a GPU, whose atomics add in any order, they are so near that a lost step would show.
 """
 
 import argparse
@@ -21,12 +22,22 @@ import psutil
 import torch
 
 ROOT, EVERY = Path(__file__).resolve().parent.parent, 3
+LOSS, WEIGHTS = 0.004, 1.5e-3  # how far apart a GPU's runs may be. test_ranks.py: a lost step is more, rounding less
 
 
 def start(folder, steps, device):
     ranks = 2 if device == "cpu" else 1
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [str(ROOT / "ddp_run.py"), "--model", "nano", "--seq-len", "32", "--batch-size", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    command += [
+        f"--nproc_per_node={ranks}",
+        str(ROOT / "ddp_run.py"),
+        "--model",
+        "nano",
+        "--seq-len",
+        "32",
+        "--batch-size",
+        "2",
+    ]
     command += ["--total-batch-size", "128", "--device", device, "--checkpoint-dir", str(folder), "--resume"]
     command += ["--save-every", str(EVERY), "--log-file", str(folder / "log.jsonl"), "--steps", str(steps)]
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
@@ -67,6 +78,25 @@ def newest(folder):
     return max((int(path.stem[5:]) for path in folder.glob("step_*.pt")), default=0)
 
 
+def compare(calm, stormy, exact):
+    """How far two runs are apart, the largest difference of a loss and the relative one of the weights.
+
+    Raises AssertionError if one lacks a step.
+    """
+    losses, others = log(calm), log(stormy)
+    assert losses.keys() == others.keys(), "not the same steps"
+    one, other = (torch.load(run / f"step_{len(losses):08d}.pt", weights_only=True) for run in (calm, stormy))
+    assert one["position"] == other["position"], "not the same place in the text"
+    updates = {int(state["step"]) for state in other["optim"]["state"].values()}
+    assert updates == {len(losses)}, f"AdamW took {updates} steps of {len(losses)}"
+    loss = max(abs(losses[step] - others[step]) for step in losses)
+    w, v = (torch.cat([p.double().flatten() for p in saved["model"].values()]) for saved in (one, other))
+    off = ((w - v).norm() / w.norm()).item()
+    assert loss <= (0 if exact else LOSS), f"a loss differs by {loss}"
+    assert off <= (0 if exact else WEIGHTS), f"the weights differ by {off:.1e}"
+    return loss, off
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kills", type=int)
@@ -78,7 +108,6 @@ def main():
         calm, stormy = Path(folder) / "calm", Path(folder) / "stormy"
         calm.mkdir(), stormy.mkdir()
         assert start(calm, steps, args.device).wait() == 0
-        expected = log(calm)
         done = while_saving = 0
         while done < args.kills:
             before, written = newest(stormy), changed(stormy)
@@ -109,10 +138,10 @@ def main():
                 f"kill {done}: after step {reached}, kept {kept}, {size:,} bytes of a checkpoint unfinished", flush=True
             )
         assert start(stormy, steps, args.device).wait() == 0
-        assert log(stormy) == expected, "the losses differ"
-        one, other = (torch.load(run / f"step_{steps:08d}.pt", weights_only=True)["model"] for run in (calm, stormy))
-        assert all(torch.equal(one[name], other[name]) for name in one), "the weights differ"
-    print(f"{done} kills, {while_saving} of them in a save: {steps} losses and all weights as if undisturbed")
+        assert len(log(calm)) == steps, f"the undisturbed run has {len(log(calm))} of {steps} steps"
+        loss, off = compare(calm, stormy, exact=args.device == "cpu")
+    print(f"{done} kills, {while_saving} of them in a save: {steps} losses and all weights as if undisturbed", end="; ")
+    print(f"a loss is off by {loss:.6f} at most, the weights by {off:.1e}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.tensorboard
 from checkpoint import load_model
-from conftest import BF16_CPU, EAGER, ROOT, save_gpt2, watch
+from conftest import BF16_CPU, EAGER, ROOT, save_gpt2, trouble, watch
 from fineweb import write_shard
 from test_corpus import TRAIN, encode, train
 from test_hellaswag import write_questions
@@ -322,7 +322,7 @@ def test_everything_stays_compiled(run, small, arguments, tmp_path, ranks):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [None, 1])
-def test_a_run_on_a_gpu_evaluates_and_goes_on(run, arguments, tmp_path, ranks):
+def test_a_run_on_a_gpu_evaluates_and_goes_on(run, arguments, tmp_path, ranks, measured):
     paths = ["--checkpoint-dir", tmp_path / "ck", "--resume"]
     done = run(TRAIN, *arguments, *paths, "--model", "nano", "--steps", 6, torchrun=ranks)
     assert done.returncode == 0, done.stderr
@@ -332,7 +332,8 @@ def test_a_run_on_a_gpu_evaluates_and_goes_on(run, arguments, tmp_path, ranks):
     assert scores[0] == pytest.approx(math.log(50304), abs=0.25) and scores[-1] < scores[0] - 0.5
     for script, *more in (("tools/sample.py",), ("pretrain/hellaswag.py", "--data", arguments[-3])):
         done = run(script, tmp_path / "ck", *more)
-        assert done.returncode == 0 and done.stderr == "", done.stderr
+        assert (done.returncode, trouble(done.stderr)) == (0, []), done.stderr
+    measured(f"validation losses {scores}; {done.stdout.strip()}")
 
 
 WRONG_RUN = {

@@ -1,0 +1,30 @@
+"""On a CUDA GPU, the other compile modes and NCCL train as the default does."""
+
+import pytest
+from conftest import trouble
+
+pytestmark = pytest.mark.gpu
+SCRIPTS = {"speedup_10_fused_adamw.py": [], "ddp_run.py": ["--total-batch-size", 4096]}  # one micro-step
+
+
+@pytest.fixture(scope="module")
+def default(run):
+    return {script: run(script, "--steps", 5, *total).losses for script, total in SCRIPTS.items()}
+
+
+@pytest.mark.parametrize(
+    "script, mode",
+    [(script, "reduce-overhead") for script in SCRIPTS] + [("speedup_10_fused_adamw.py", "max-autotune")],
+)
+def test_another_compile_mode_trains_alike(run, default, script, mode, measured):
+    done = run(script, "--steps", 5, "--compile-mode", mode, *SCRIPTS[script], timeout=300)
+    assert (done.returncode, trouble(done.stderr)) == (0, []), done.stderr
+    assert done.losses == pytest.approx(default[script], abs=0.02)
+    measured(f"losses {done.losses}, by default {default[script]}; first step {done.steps[0]['ms']} ms")
+
+
+def test_nccl_with_one_rank_gives_the_curve_without_it(run, default, measured):
+    done = run("ddp_run.py", "--steps", 5, *SCRIPTS["ddp_run.py"], torchrun=1)
+    assert done.returncode == 0, done.stderr
+    assert done.losses == pytest.approx(default["ddp_run.py"], abs=0.02)
+    measured(f"losses {done.losses}, without torchrun {default['ddp_run.py']}")

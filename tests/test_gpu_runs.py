@@ -1,0 +1,62 @@
+"""On a CUDA GPU, a run goes on from its checkpoint, waits for the GPU once per step, and ends in one line."""
+
+import pytest
+import torch
+from conftest import ROOT, since
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("script", since("ddp_run.py"))
+def test_a_run_goes_on_from_its_checkpoint(run, tmp_path, script, measured):
+    words = script, "--steps", 6, "--total-batch-size", 8192, "--save-every", 4, "--checkpoint-dir", tmp_path
+
+    def count():
+        """The tokens that were read, and the steps that AdamW took: no rounding hides one that is lost."""
+        saved = torch.load(tmp_path / "step_00000006.pt", map_location="cpu", weights_only=True)
+        return saved["position"], {int(state["step"]) for state in saved["optim"]["state"].values()}
+
+    whole = run(*words, torchrun=1)
+    assert whole.returncode == 0, whole.stderr
+    assert count() == (6 * 8192, {6})
+    (tmp_path / "step_00000006.pt").unlink()
+    rest = run(*words, "--resume", torchrun=1)
+    assert rest.returncode == 0, rest.stderr
+    assert count() == (6 * 8192, {6}) and rest.losses == pytest.approx(whole.losses[4:], abs=0.02)
+    measured(f"losses {whole.losses}, resumed {rest.losses}")
+
+
+def test_nothing_waits_for_the_gpu_between_micro_steps(run, tmp_path, measured):
+    (tmp_path / "watched.py").write_text(
+        "import runpy, sys, torch, warnings\n"
+        "warnings.simplefilter('always')\n"
+        "torch.cuda.set_sync_debug_mode('warn')\n"
+        f"sys.argv[0] = {str(ROOT / 'ddp_run.py')!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+
+    def waits(micro_steps):
+        words = "--steps", 3, "--batch-size", 4, "--total-batch-size", micro_steps * 4096
+        done = run("watched.py", *words, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stderr.count("called a synchronizing CUDA operation")
+
+    found = waits(8), waits(1)
+    assert found[0] == found[1] > 0  # the loss and the norm are read once per step
+    measured(f"{found[0]} waits in 3 steps of 8 micro-steps, {found[1]} in 3 of one")
+
+
+def test_more_ranks_than_gpus_is_refused(run, measured):
+    done = run("ddp_run.py", torchrun=torch.cuda.device_count() + 1)
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("ddp_run.py: error: "))
+    assert done.returncode != 0 and "there is no cuda:" in line
+    measured(line)
+
+
+@pytest.mark.parametrize("script, B", [("baseline.py", 300), ("speedup_10_fused_adamw.py", 300)])
+def test_out_of_memory_is_one_line(run, script, B, measured):
+    done = run(script, "--model", "gpt2-xl", "--batch-size", B, "--steps", 1)
+    assert done.returncode == 1
+    said = f"{script}: error: out of memory with B {B} and T 1024: lower --batch-size or --seq-len"
+    assert [line for line in done.stderr.splitlines() if "error" in line or "Traceback" in line] == [said]
+    measured(said)

@@ -1,0 +1,52 @@
+"""On a CUDA GPU, the tools measure every peak, find the kernels of a step, and the peers do the task of rung 10."""
+
+import json
+
+import pytest
+from conftest import ROOT, SUMMARY, trouble
+
+pytestmark = pytest.mark.gpu
+
+
+def test_every_peak_is_measured(run, measured):
+    done = run("tools/roof.py")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row for row in found["matmul"] if row["error"]] == []
+    peaks = [found["ceilings_tflops"].get(precision) for precision in ("float32", "tf32", "bf16")]
+    peaks = [tflops for tflops in peaks if tflops]  # a T4 has the first alone
+    assert peaks == sorted(peaks)
+    assert found["gpu"]["clock_mhz"] > 0 and found["gpu"]["power_limit_w"] > 0
+    measured(f"{found['ceilings_tflops']} TFLOP/s, copies {found['copy_gb_per_s']} GB/s, under load {found['gpu']}")
+
+
+@pytest.mark.parametrize("script", ["baseline.py", "speedup_06_flash_attn.py", "speedup_10_fused_adamw.py"])
+def test_the_kernels_fill_the_step(run, script, measured):
+    done = run("tools/kernels.py", ROOT / script, "--steps", 9)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    groups = found["groups_ms"]
+    assert (found["attention"] == "written out") == (script == "baseline.py")
+    assert found["reserved_gib"] >= float(SUMMARY.search(done.stdout)["memory"])
+    assert min(groups[kind] for kind in ("matmul", "attention", "softmax and loss", "optimizer")) > 0
+    assert groups["idle"] < sum(groups.values()) / 2
+    measured(f"attention {found['attention']}, ms {groups}, {found['reserved_gib']} GiB reserved")
+
+
+@pytest.fixture(scope="module")
+def rung_10(run):
+    return run("speedup_10_fused_adamw.py", "--steps", 5).losses
+
+
+@pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
+def test_a_peer_does_the_task_of_rung_10(run, peer, rung_10, measured):
+    done = run("tools/peers.py", peer, "--steps", 5)
+    assert (done.returncode, trouble(done.stderr)) == (0, []), done.stderr
+    assert done.losses == pytest.approx(rung_10, abs=0.02)
+    measured(f"losses {done.losses}, rung 10 {rung_10}; {done.stdout.splitlines()[-1]}")
+
+
+def test_the_bench_counts_the_memory_of_attention(run, measured):
+    done = run("branches/attention_bench.py", "--seq-lens", 512, 1024)
+    assert done.returncode == 0 and "nan" not in done.stdout, done.stderr
+    measured(done.stdout)
