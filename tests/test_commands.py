@@ -44,8 +44,7 @@ NOT_RUN = {
         "python -m pytest tests/test_model.py -v",
         "python tests/kills.py 50",  # test_ranks.py runs it with 3
     ],
-    "it needs an editor, or a repository elsewhere": [
-        "code --diff baseline.py speedup_01_weight_tying.py",
+    "it needs a repository elsewhere": [
         "git clone ADDRESS ladder",
         "cd ladder",
         "ghp-import --no-jekyll --push docs/site",
@@ -60,8 +59,8 @@ NOT_RUN = {
         "python tools/measure.py",
         "python tools/render.py [FOLDER]",
         "torchrun --standalone --nproc_per_node=2 tools/allreduce.py",
-        "torchrun --standalone --nproc_per_node=2 tools/allreduce.py --step-ms 2700",
-        "torchrun --standalone --nproc_per_node=2 tools/allreduce.py --model gpt2 --step-ms 2700",
+        "torchrun --standalone --nproc_per_node=2 tools/allreduce.py --step-ms 2900",
+        "torchrun --standalone --nproc_per_node=2 tools/allreduce.py --model gpt2 --step-ms 2900",
     ],
     "another command is the same with more options": [
         "torchrun --standalone --nproc_per_node=2 ddp_run.py",

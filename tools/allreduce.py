@@ -1,6 +1,6 @@
 """What the gradients cost on the way: the all-reduce of a model's gradients, measured between the ranks that run this.
 
-    torchrun --standalone --nproc_per_node=2 tools/allreduce.py --model gpt2 --step-ms 2700
+    torchrun --standalone --nproc_per_node=2 tools/allreduce.py --model gpt2 --step-ms 2900
 
 prints the time of it, the bus bandwidth, and, given what one GPU takes for a whole step (of all tokens, one process),
 the speed-up that follows for 2, 4 and 8 such GPUs on a link like this. In a ring each rank sends and receives
