@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -272,10 +273,13 @@ def test_torchrun_works_on_a_machine_that_does_not_know_its_own_name_if_told_its
     env = os.environ | PLAIN | {"PYTHONPATH": str(tmp_path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=env, start_new_session=True, **pipes) as child:
+        patience = threading.Timer(300, os.killpg, (child.pid, signal.SIGKILL))
+        patience.start()
         lines = iter(child.stdout.readline, "")
         said = next(
             (line for line in lines if re.search("median of steps|no-such-host.* cannot be retrieved", line)), ""
         )
+        patience.cancel()
         os.killpg(child.pid, signal.SIGKILL)  # else it would try for minutes
     assert ("median of steps" in said) == bool(advice), said
 
