@@ -245,7 +245,7 @@ def main():
             if not math.isfinite(loss.item()):
                 sys.exit(f"{parser.prog}: error: the loss is not finite at step {step}")
     except RuntimeError as error:
-        if any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory")):
+        if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
             sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
         raise
     finally:

@@ -207,7 +207,7 @@ def main():
     if device.type == "cuda":
         use_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
     if not use_bf16:
-        print("no bf16 here: it takes compute capability 8.0 or later, or AVX-512 on a CPU; older ones emulate it")
+        print("no bf16 here: it takes compute capability 8.0 or later, or AVX-512 on a CPU; older hardware emulates it")
     torch.manual_seed(args.seed)
     if args.init_from:
         try:
@@ -256,7 +256,7 @@ def main():
             if not math.isfinite(loss.item()):
                 sys.exit(f"{parser.prog}: error: the loss is not finite at step {step}")
     except RuntimeError as error:
-        if any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory")):
+        if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
             sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
         if isinstance(error, torch._dynamo.exc.TorchDynamoException):
             sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")

@@ -145,7 +145,7 @@ def main():
                 passes(attention, q, k, v)[1]()  # the first call loads kernels
                 memory[kind] = peak_bytes(passes(attention, q, k, v)[1], device) / 2**20
             except RuntimeError as error:  # no such kernel for this device and dtype, or too much for the memory
-                words = "out of memory", "ALLOC_FAILED", "can't allocate memory"
+                words = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
                 full = any(said in str(error) for said in words)
                 missing[kind] = "out of memory" if full else "no such kernel here"
         for _ in range(3):

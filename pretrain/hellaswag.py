@@ -125,7 +125,7 @@ def main():
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
             by_sum, by_mean, n = count_right(model, examples, args.batch_tokens, device)
     except RuntimeError as error:
-        if any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory")):
+        if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
             sys.exit(f"{parser.prog}: error: out of memory: lower --batch-tokens")
         if isinstance(error, torch._dynamo.exc.TorchDynamoException):
             sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")

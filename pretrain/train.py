@@ -350,7 +350,7 @@ def main():
     if device.type == "cuda":
         use_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
     if not use_bf16:
-        print("no bf16 here: it takes compute capability 8.0 or later, or AVX-512 on a CPU; older ones emulate it")
+        print("no bf16 here: it takes compute capability 8.0 or later, or AVX-512 on a CPU; older hardware emulates it")
     torch.manual_seed(args.seed)
     if args.init_from:
         try:
@@ -402,7 +402,7 @@ def main():
     begun = args.resume and (folder / "unfinished.tmp").exists()  # a run here was killed: its log may be ahead
     try:
         if ddp:
-            module.set_device(device)  # the one that NCCL uses
+            module.set_device(device)
             dist.init_process_group(dist.get_default_backend_for_device(device))
         model.to(device)
         mode = args.compile_mode if accumulation == 1 else "default"  # CUDA graphs cannot accumulate
@@ -512,7 +512,7 @@ def main():
     except (OSError, ValueError) as error:
         parser.exit(1 if times else 2, f"{parser.prog}: error: {error}\n")
     except RuntimeError as error:
-        if any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory")):
+        if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
             sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
         if isinstance(error, torch._dynamo.exc.TorchDynamoException):
             sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")

@@ -355,7 +355,7 @@ def measured(request):
 
 def trouble(errors):
     """Of what a process wrote to stderr the lines that matter: an error, or a warning about a line of this project."""
-    ours = rf"{re.escape(str(ROOT))}/(?!\.venv/)"
+    ours = rf"{re.escape(str(ROOT))}/(?!\S*(?:site|dist)-packages/)"
     return [
         line for line in errors.splitlines() if re.search(rf"\b\w*(Error|Exception)\b|: error: |Traceback|{ours}", line)
     ]

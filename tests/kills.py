@@ -112,7 +112,7 @@ def main():
         while done < args.kills:
             before, written = newest(stormy), changed(stormy)
             process = start(stormy, steps, args.device)
-            in_a_save, wait = chance.random() < 1 / 3, chance.uniform(0, 0.8)
+            in_a_save, wait = chance.random() < 1 / 3, chance.uniform(0, 0.8 if args.device == "cpu" else 0.1)
             size, patience = 0, time.monotonic() + 300
             while (len(log(stormy)) <= before or changed(stormy) == written) and process.poll() is None:  # a new step
                 assert time.monotonic() < patience, "no step in 300 s"

@@ -93,7 +93,10 @@ def test_out_of_memory_names_b_and_t_and_the_flags(script, B, tmp_path, run):
 OUT_OF_MEMORY = {  # as PyTorch 2.13 says it
     "the allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total ..."),
     "the driver": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported ..."),
-    "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasSgemm(...)`"),
+    "cuBLAS at its first call": RuntimeError(
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(...)`"
+    ),
     "a CPU": RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you ..."),
 }
 
@@ -121,7 +124,7 @@ def test_out_of_memory_is_one_line_wherever_it_comes_from(script, source, monkey
 def test_out_of_memory_in_the_compiler_is_no_failure_of_it(script, source, monkeypatch):
     """Inductor tries kernels out on the GPU. What is raised there comes back as an error of the compiler."""
     error = OUT_OF_MEMORY[source] if source else NotImplementedError("no such kernel")
-    monkeypatch.setattr(torch._inductor.graph.GraphLowering, "compile_to_module", fail_with(error))
+    monkeypatch.setattr("torch._inductor.graph.GraphLowering.compile_to_module", fail_with(error))
     words = ["--data", ROOT / "README.md", "--batch-size", 1, "--seq-len", 8]
     words += ["--total-batch-size", 8] if script == "ddp_run.py" else []
     with pytest.raises(SystemExit) as exit, torch._inductor.utils.fresh_inductor_cache():

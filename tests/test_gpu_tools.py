@@ -1,6 +1,7 @@
 """On a CUDA GPU, the tools measure every peak, find the kernels of a step, and the peers do the task of rung 10."""
 
 import json
+import os
 
 import pytest
 from conftest import ROOT, SUMMARY, trouble
@@ -29,7 +30,6 @@ def test_the_kernels_fill_the_step(run, script, measured):
     assert (found["attention"] == "written out") == (script == "baseline.py")
     assert found["reserved_gib"] >= float(SUMMARY.search(done.stdout)["memory"])
     assert min(groups[kind] for kind in ("matmul", "attention", "softmax and loss", "optimizer")) > 0
-    assert groups["idle"] < sum(groups.values()) / 2
     measured(f"attention {found['attention']}, ms {groups}, {found['reserved_gib']} GiB reserved")
 
 
@@ -40,7 +40,8 @@ def rung_10(run):
 
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peer_does_the_task_of_rung_10(run, peer, rung_10, measured):
-    done = run("tools/peers.py", peer, "--steps", 5)
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # Trainer would take all that it sees
+    done = run("tools/peers.py", peer, "--steps", 5, CUDA_VISIBLE_DEVICES=first)
     assert (done.returncode, trouble(done.stderr)) == (0, []), done.stderr
     assert done.losses == pytest.approx(rung_10, abs=0.02)
     measured(f"losses {done.losses}, rung 10 {rung_10}; {done.stdout.splitlines()[-1]}")

@@ -132,11 +132,12 @@ def test_a_cpu_that_emulates_bf16_computes_in_float32(monkeypatch):
 def test_the_error_is_that_of_the_precision_on_a_gpu(script, steps, exact, measured):
     if script == FP16:
         precision = torch.float16, FP16_SPACING
+    elif torch.cuda.get_device_capability() < (8, 0):
+        precision = torch.float32, FLOAT32
     elif script in since(3):
         precision = torch.bfloat16, BF16
     else:
-        ampere = torch.cuda.get_device_capability() >= (8, 0)
-        precision = torch.float32, TF32 if script in since(2) and ampere else FLOAT32
+        precision = torch.float32, TF32 if script in since(2) else FLOAT32
     (step,) = steps(script, number=1, device="cuda")
     is_as_precise(step, exact, *precision)
     measured(f"{precision[0]}, logits off by {error(step.logits[0].cpu(), exact.logits):.1e}, relatively")

@@ -281,7 +281,7 @@ def test_torchrun_works_on_a_machine_that_does_not_know_its_own_name_if_told_its
         )
         patience.cancel()
         os.killpg(child.pid, signal.SIGKILL)  # else it would try for minutes
-    assert ("median of steps" in said) == bool(advice), said
+    assert said and ("median of steps" in said) == bool(advice), said
 
 
 @pytest.fixture
@@ -446,7 +446,7 @@ def test_the_tolerance_of_a_gpu_lets_rounding_pass_and_no_lost_step(spoilt, lost
 
 
 @pytest.mark.gpu
-def test_five_kills_on_a_gpu(run, measured):
-    done = run("tests/kills.py", 5, "--device", "cuda", "--seed", 1, timeout=450)
+def test_three_kills_on_a_gpu(run, measured):
+    done = run("tests/kills.py", 3, "--device", "cuda", "--seed", 1, timeout=450)
     assert done.returncode == 0, done.stdout + done.stderr
     measured(done.stdout.splitlines()[-1])

@@ -165,6 +165,8 @@ def main():
     parser.add_argument("--device", type=usable, default=accelerator, help=f"default {accelerator}")
     args = parser.parse_args()
     device, tokens = args.device, args.batch_size * args.seq_len
+    if args.peer == "trainer" and device.index is not None:
+        parser.error(f"--device {device}: CUDA_VISIBLE_DEVICES tells Trainer which GPU to take")
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(device.type == "cpu")  # as the rungs
     torch.manual_seed(1337)
@@ -185,7 +187,7 @@ def main():
     try:
         peers[args.peer](model, loader, args.steps, device, report, use_bf16)
     except RuntimeError as error:  # as the rungs
-        if any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory")):
+        if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
             sys.exit(f"{parser.prog}: error: out of memory with B {loader.B} and T {loader.T}")
         if isinstance(error, torch._dynamo.exc.TorchDynamoException):
             sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")

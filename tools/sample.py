@@ -125,7 +125,7 @@ def main():
             if rows[0][-1] != encoding.eot_token:  # a character may take several tokens
                 print(decoder.decode(encoding.decode_single_token_bytes(tokens[0].item())), end="", flush=True)
     except RuntimeError as error:
-        if any(words in str(error) for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory")):
+        if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
             sys.exit(f"{parser.prog}: error: out of memory: lower --samples or --tokens")
         raise
     print(decoder.decode(b"", final=True))
