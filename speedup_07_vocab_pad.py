@@ -1,19 +1,17 @@
-"""Speed-up 07, vocabulary padding: 50304 rows in place of 50257.
+"""Rung 07, vocabulary padding (speed): 50304 rows instead of 50257.
 
-50257 is odd. GEMM kernels work on tiles of 8, 64 or 128 and want aligned rows: an odd edge can cost a slower kernel
-for the largest matrix product of the model. 50304 = 393 * 128. The 47 extra tokens never occur in the data, so training
-learns to give them no probability. In a loaded checkpoint their rows are the mean of the others, which by Jensen's
-inequality moves the loss by at most ln(50304 / 50257), 0.0009. (Rows of zeros have logits of 0. GPT-2's own lie
-around -30 to -100: all the probability would go to tokens that do not exist.)
+GEMM kernels work on tiles and want aligned rows. 50257 is odd, which can cost the model's largest matmul a slower
+kernel; 50304 is 393 * 128. The 47 extra tokens never occur in the text, so training learns to give them no probability.
 
-    git diff --no-index --word-diff speedup_06_flash_attn.py speedup_07_vocab_pad.py
+When it does not help: some versions of cuBLAS, and the compiler, pad odd sizes themselves.
+
+    make diff-07    shows what this file changes
 """
 
 import argparse
 import math
 import os
 import platform
-import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -114,20 +112,25 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name_or_dir):
-        """Weights in Hugging Face format, from a folder or the hub. Raises ValueError for weights not GPT-2's."""
+        """Weights in Hugging Face format, from a folder or the hub. Raises UserError for any that are not GPT-2's."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
         from transformers import GPT2LMHeadModel
 
-        hf, info = GPT2LMHeadModel.from_pretrained(name_or_dir, output_loading_info=True, ignore_mismatched_sizes=True)
-        if info["missing_keys"] or info["mismatched_keys"] or not hf.config.tie_word_embeddings:
-            raise ValueError("not GPT-2: a parameter is missing or of another shape, or the head is not tied")
+        try:
+            options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            hf, info = GPT2LMHeadModel.from_pretrained(name_or_dir, **options)
+        except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
+            tried = "" if Path(name_or_dir).exists() else "there is no such folder, and the Hugging Face hub failed: "
+            raise UserError(f"{name_or_dir}: {tried}{error}") from None
+        c, lost = hf.config, info["missing_keys"] or info["mismatched_keys"]
+        if lost or not c.tie_word_embeddings or (c.vocab_size, c.n_positions) != (50257, 1024):
+            raise UserError(f"{name_or_dir}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
         for name in ("transformer.wte.weight", "lm_head.weight"):  # pad by their mean: zeros would outscore GPT-2
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
             state[name] = torch.cat([state[name], padding])
-        c = hf.config
-        model = cls(GPTConfig(c.n_positions, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
+        model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
         model.load_state_dict(state)
         return model
 
@@ -142,19 +145,22 @@ MODELS = {
 
 
 class DataLoaderLite:
-    """Consecutive batches of a UTF-8 text, tokenized once. Raises ValueError if it is no text, or under one batch."""
+    """Consecutive batches of a UTF-8 text, tokenized once. Raises UserError if it is not one batch of text."""
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
-        text = Path(path).read_bytes().decode("utf-8")
-        if "\0" in text:
-            raise ValueError("it holds NUL bytes: is it binary, or UTF-16?")
-        # GPT-2's vocabulary is beside this script: without it, or a folder that you set, tiktoken would download it
-        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "tokenizer"))
+        try:
+            text = Path(path).read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: {error}") from None
+        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # GPT-2's vocabulary, or tiktoken would download it
+        if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
+            raise UserError(f"there is no {tokenizer}: copy the folder tokenizer/ together with this script")
+        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
         self.tokens = np.array(tiktoken.get_encoding("gpt2").encode_ordinary(text), dtype=np.uint16)
         need = self.B * self.T + 1
         if len(self.tokens) < need:
-            raise ValueError(f"{len(self.tokens)} tokens, but B {self.B} and T {self.T} need {need}")
+            raise UserError(f"{path}: {len(self.tokens)} tokens, but B {self.B} and T {self.T} need {need}")
 
     def next_batch(self):
         """x and y, int64, (B, T) each, on the CPU. y is x shifted by one."""
@@ -165,82 +171,56 @@ class DataLoaderLite:
         return tokens[:-1].view(self.B, self.T), tokens[1:].view(self.B, self.T)
 
 
-def peak_memory(device):
-    """Bytes: on a GPU the most that its allocator gave out, elsewhere the most that the process held."""
-    if device.type in ("cuda", "xpu"):
-        return torch.get_device_module(device).max_memory_allocated(device)
-    if sys.platform == "win32":
-        return math.nan  # nobody counts
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def main():
+def parse_args():
+    """The command line, with the defaults for this machine. A wrong argument ends the script with one line."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
-    parser.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
+    weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
     parser.add_argument("--batch-size", type=int, default=4, help="B, sequences, default 4")
     parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
     parser.add_argument("--steps", type=int, default=50, help="default 50")
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
-    parser.add_argument("--device", choices=sorted(devices), default=accelerator, help=f"default {accelerator}")
+    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
     parser.add_argument("--data", default=Path(__file__).with_name("input.txt"), help="UTF-8 text, default input.txt")
-    parser.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
     parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
     args = parser.parse_args()
-    sizes = args.batch_size, args.seq_len, args.steps
-    if any(n is not None and n < 1 for n in sizes) or not 0 <= args.seed < 2**64:
-        parser.error("--batch-size, --seq-len and --steps must be at least 1, --seed 0 to 2**64 - 1")
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # Ctrl-C: no traceback, and the summary below is printed
+    if args.device not in devices:
+        found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
+        parser.error(f"--device {args.device}: {found}; a GPU needs its driver and a PyTorch build for it")
+    if not args.init_from and not args.model:
+        args.model = "nano" if args.device == "cpu" else "gpt2"
+    if args.seq_len is None:
+        args.seq_len = 128 if args.model == "nano" else 1024
+    if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
+        parser.error("--batch-size and --steps must be at least 1, --seq-len 1 to 1024, --seed 0 to 2**64 - 1")
+    return args
 
-    device = torch.device(args.device)
-    if device.type == "cpu" and not args.model and not args.init_from:
-        print("on a CPU the model is nano, 4 layers 128 wide, at T 128 (--model gpt2 trains GPT-2 all the same)")
-        args.model = "nano"
-    torch.utils.deterministic.fill_uninitialized_memory = False  # the next line would fill it with NaN: that costs time
-    torch.use_deterministic_algorithms(device.type == "cpu")  # one seed, one curve; on a GPU it would cost speed
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        torch.set_float32_matmul_precision("high")
-    else:
+
+def main():
+    args = parse_args()
+    device, B, T = torch.device(args.device), args.batch_size, args.seq_len
+    torch.use_deterministic_algorithms(device.type == "cpu")  # one seed, one curve; on a GPU this would cost speed
+    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # or later
+    torch.set_float32_matmul_precision("high" if ampere else "highest")
+    if not ampere:
         print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
-    use_bf16 = device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "AVX512"
-    if device.type == "cuda":
-        use_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    use_bf16 = {"cuda": ampere, "cpu": torch.backends.cpu.get_cpu_capability() == "AVX512"}.get(device.type, True)
     if not use_bf16:
         print("no bf16 here: it takes compute capability 8.0 or later, or AVX-512 on a CPU; older hardware emulates it")
     torch.manual_seed(args.seed)
-    if args.init_from:
-        try:
-            model = GPT.from_pretrained(args.init_from)
-            if args.model and model.config != MODELS[args.model]:
-                raise ValueError(f"its shape is not that of --model {args.model}")
-        except Exception as error:  # the hub, the files and the library raise a dozen kinds
-            parser.error(f"--init-from {args.init_from}: {' '.join(str(error).split())}")
-    else:
-        model = GPT(MODELS[args.model or "gpt2"])
-    B, T = args.batch_size, args.seq_len or (128 if model.config == MODELS["nano"] else model.config.block_size)
-    if T > model.config.block_size:
-        parser.error(f"--seq-len {T} is more than the model's {model.config.block_size} positions")
-    try:
-        loader = DataLoaderLite(args.data, B, T)
-    except (OSError, ValueError) as error:
-        parser.error(f"--data {args.data}: {error}")
+    model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
+    loader = DataLoaderLite(args.data, B, T)
+    describe(args, model, loader)
+    model.to(device)
+    model.compile(mode=args.compile_mode)
+    print("compiling: the first step takes about a minute", flush=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
-    module = torch.get_device_module(device)
-    chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
-    name, size = args.init_from or args.model or "gpt2", sum(p.numel() for p in model.parameters())
-    print(f"device {device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters | B {B} T {T}")
-    print(f"loaded {len(loader.tokens)} tokens\n1 epoch = {(len(loader.tokens) - 1) // (B * T)} batches")
-
-    # Python only queues the GPU's work: a clock that does not wait for it reads how fast it is queued
-    synchronize = torch.cpu.synchronize if device.type == "cpu" else torch.accelerator.synchronize
     times = []  # seconds per step
     try:
-        model.to(device)
-        model.compile(mode=args.compile_mode)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         for step in range(args.steps):
             synchronize(device)
             start = time.perf_counter()
@@ -255,20 +235,65 @@ def main():
             print(f"step {step:4d} | loss {loss.item():.6f}", end=" | ")
             print(f"dt {1000 * times[-1]:8.2f} ms | {B * T / times[-1]:10,.0f} tok/s", flush=True)
             if not math.isfinite(loss.item()):
-                sys.exit(f"{parser.prog}: error: the loss is not finite at step {step}")
-    except RuntimeError as error:
-        if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
-            sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
-        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
-            sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
-        raise
-    finally:
-        if times:
-            first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation, allocator, autotuning
-            median = float(np.median(times[first:]))
-            print(f"median of steps {first}-{len(times) - 1}: {1000 * median:.2f} ms", end=", ")
-            print(f"{B * T / median:,.0f} tok/s, peak memory {peak_memory(device) / 2**30:.2f} GiB")
+                raise UserError(f"the loss is not finite at step {step}")
+    finally:  # also after Ctrl-C
+        summary(times, B * T, device)
+
+
+def describe(args, model, loader):
+    """Print the header: the device, the model, the batch and the text."""
+    device = torch.device(args.device)
+    if (args.model, args.device) == ("nano", "cpu"):
+        print("on a CPU the default model is nano, 4 layers 128 wide, at T 128: --model gpt2 trains GPT-2")
+    module = torch.get_device_module(device)
+    chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
+    name, size = args.init_from or args.model, sum(p.numel() for p in model.parameters())
+    print(f"device {device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters", end=" ")
+    print(f"| B {loader.B} T {loader.T}\nloaded {len(loader.tokens)} tokens")
+    print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches")
+
+
+def synchronize(device):
+    """Wait for the device. Python only queues a GPU's work: without this, the clock measures the queueing."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def summary(times, tokens, device):
+    """Print the median step, tokens per second and, on a GPU, the most memory that PyTorch's allocator gave out."""
+    if times:
+        first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation, allocator, autotuning
+        median = float(np.median(times[first:]))
+        print(f"median of steps {first}-{len(times) - 1}: {1000 * median:.2f} ms, {tokens / median:,.0f} tok/s", end="")
+        module = torch.get_device_module(device)
+        counts = hasattr(module, "max_memory_allocated")  # a GPU's allocator counts; nothing does on a CPU
+        print(f", peak memory {module.max_memory_allocated(device) / 2**30:.2f} GiB" if counts else "")
+
+
+class UserError(ValueError):
+    """Something that the user can put right: it ends the script with one line instead of a traceback."""
+
+
+def explain(error):
+    """What sys.exit() prints: one line for an error that a user can cause. Raises any other error again."""
+    text = " ".join(str(error).split())
+    if any(words in text for words in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
+        args = parse_args()
+        text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
+    elif isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        text = f"torch.compile failed: {text[:200]}"
+    elif isinstance(error, BrokenPipeError):  # whoever read the output, such as head, has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain as it ends
+        return 1
+    elif not isinstance(error, UserError):
+        raise error
+    return f"{Path(sys.argv[0]).name}: error: {text}"
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # Ctrl-C
+        sys.exit(1)
+    except Exception as error:
+        sys.exit(explain(error))

@@ -1,10 +1,13 @@
-"""FSDP2: for a model whose weights, gradients and optimizer do not all fit on one GPU.
+"""FSDP2 (scale): for a model whose weights, gradients and optimizer do not all fit on one GPU.
 
-Each rank keeps a slice of everything, 16 bytes per parameter divided by the number of ranks, and gathers the weights of
-a block only while it computes (ZeRO, Rajbhandari et al. 2020). In return more travels, in every micro-step.
+Each rank keeps a shard of everything, 16 bytes per parameter divided by the number of ranks, and gathers the weights of
+a block only while it computes (ZeRO, Rajbhandari et al. 2020).
+
+When it does not help: if the model fits, ddp_run.py sends less. FSDP2 gathers weights and reduces gradients in every
+micro-step, not once per step.
 
     torchrun --standalone --nproc_per_node=2 branches/fsdp_run.py --model gpt2-xl
-    git diff --no-index --word-diff ddp_run.py branches/fsdp_run.py
+    make diff-fsdp    shows what this file changes
 """
 
 import argparse
@@ -123,20 +126,25 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name_or_dir):
-        """Weights in Hugging Face format, from a folder or the hub. Raises ValueError for weights not GPT-2's."""
+        """Weights in Hugging Face format, from a folder or the hub. Raises UserError for any that are not GPT-2's."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
         from transformers import GPT2LMHeadModel
 
-        hf, info = GPT2LMHeadModel.from_pretrained(name_or_dir, output_loading_info=True, ignore_mismatched_sizes=True)
-        if info["missing_keys"] or info["mismatched_keys"] or not hf.config.tie_word_embeddings:
-            raise ValueError("not GPT-2: a parameter is missing or of another shape, or the head is not tied")
+        try:
+            options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            hf, info = GPT2LMHeadModel.from_pretrained(name_or_dir, **options)
+        except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
+            tried = "" if Path(name_or_dir).exists() else "there is no such folder, and the Hugging Face hub failed: "
+            raise UserError(f"{name_or_dir}: {tried}{error}") from None
+        c, lost = hf.config, info["missing_keys"] or info["mismatched_keys"]
+        if lost or not c.tie_word_embeddings or (c.vocab_size, c.n_positions) != (50257, 1024):
+            raise UserError(f"{name_or_dir}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
         for name in ("transformer.wte.weight", "lm_head.weight"):  # pad by their mean: zeros would outscore GPT-2
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
             state[name] = torch.cat([state[name], padding])
-        c = hf.config
-        model = cls(GPTConfig(c.n_positions, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
+        model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
         model.load_state_dict(state)
         return model
 
@@ -151,20 +159,24 @@ MODELS = {
 
 
 class DataLoaderLite:
-    """Consecutive batches of a UTF-8 text, tokenized once. Raises ValueError if it is no text, or under one batch."""
+    """Consecutive batches of a UTF-8 text, tokenized once. Raises UserError if it is not one batch of text."""
 
     def __init__(self, path, batch_size, seq_len, rank=0, world_size=1):
         self.B, self.T, self.position = batch_size, seq_len, batch_size * seq_len * rank
         self.rank, self.world_size = rank, world_size  # the ranks take turns: each reads every world_size-th batch
-        text = Path(path).read_bytes().decode("utf-8")
-        if "\0" in text:
-            raise ValueError("it holds NUL bytes: is it binary, or UTF-16?")
-        # GPT-2's vocabulary is beside this script: without it, or a folder that you set, tiktoken would download it
-        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "tokenizer"))
+        try:
+            text = Path(path).read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: {error}") from None
+        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # GPT-2's vocabulary, or tiktoken would download it
+        if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
+            raise UserError(f"there is no {tokenizer}: copy the folder tokenizer/ together with this script")
+        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
         self.tokens = np.array(tiktoken.get_encoding("gpt2").encode_ordinary(text), dtype=np.uint16)
         need = self.B * self.T * self.world_size + 1
         if len(self.tokens) < need:
-            raise ValueError(f"{len(self.tokens)} tokens, but B {self.B}, T {self.T}, {world_size} ranks need {need}")
+            sizes = f"B {self.B}, T {self.T}, {world_size} ranks"
+            raise UserError(f"{path}: {len(self.tokens)} tokens, but {sizes} need {need}")
 
     def next_batch(self):
         """x and y, int64, (B, T) each, on the CPU. y is x shifted by one."""
@@ -183,15 +195,194 @@ def get_lr(step, steps, max_lr=6e-4, warmup_steps=10):
     return max_lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def peak_memory(device):
-    """Bytes: on a GPU the most that its allocator gave out, elsewhere the most that the process held."""
-    if device.type in ("cuda", "xpu"):
-        return torch.get_device_module(device).max_memory_allocated(device)
-    if sys.platform == "win32":
-        return math.nan  # nobody counts
-    import resource
+def parse_args():
+    """The command line, with the defaults for this machine. A wrong argument ends the script with one line."""
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
+    weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
+    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences, default 4")
+    parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
+    parser.add_argument("--steps", type=int, default=50, help="default 50")
+    parser.add_argument("--seed", type=int, default=1337, help="default 1337")
+    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    parser.add_argument("--data", default=Path(__file__).with_name("input.txt"), help="UTF-8 text, default input.txt")
+    parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
+    parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
+    parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="folder to save in; without it, no saving")
+    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="steps, and at the end; default 250")
+    parser.add_argument("--keep", metavar="K", type=int, default=2, help="the newest checkpoints, default 2")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    parser.add_argument("--log", "--log-file", metavar="FILE.jsonl", help="append a JSON record per step")
+    args = parser.parse_args()
+    if args.resume and not args.checkpoint_dir:
+        parser.error("--resume needs --checkpoint-dir")
+    args.ddp = bool({"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys())  # torchrun sets them in each process
+    args.rank, args.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if args.ddp and args.device != "cpu":
+        if args.device != accelerator:
+            parser.error(f"--device {args.device}: CUDA_VISIBLE_DEVICES tells torchrun which GPUs to take")
+        args.device = f"{accelerator}:{os.environ.get('LOCAL_RANK', args.rank)}"
+        if args.device not in devices:
+            parser.error(f"there is no {args.device} for rank {args.rank}: lower --nproc_per_node")
+    if args.device not in devices:
+        found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
+        parser.error(f"--device {args.device}: {found}; a GPU needs its driver and a PyTorch build for it")
+    if not args.init_from and not args.model:
+        args.model = "nano" if args.device == "cpu" else "gpt2"
+    if args.seq_len is None:
+        args.seq_len = 128 if args.model == "nano" else 1024
+    if args.total_batch_size is None:
+        args.total_batch_size = 4096 if args.model == "nano" else 524288
+    sizes = args.batch_size, args.steps, args.total_batch_size, args.save_every, args.keep
+    if min(sizes) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
+        parser.error("--seq-len must be 1 to 1024, --seed 0 to 2**64 - 1, every other number at least 1")
+    if args.total_batch_size % (args.batch_size * args.seq_len * args.world_size):
+        micro_step = f"B {args.batch_size} * T {args.seq_len} * {args.world_size} ranks"
+        parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of {micro_step}")
+    return args
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+def main():
+    args = parse_args()
+    ddp, rank, world_size = args.ddp, args.rank, args.world_size
+    sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w")  # rank 0 alone prints
+    device, B, T, total = torch.device(args.device), args.batch_size, args.seq_len, args.total_batch_size
+    accumulation = total // (B * T * world_size)  # micro-steps per step
+    torch.use_deterministic_algorithms(device.type == "cpu")  # one seed, one curve; on a GPU this would cost speed
+    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # or later
+    torch.set_float32_matmul_precision("high" if ampere else "highest")
+    if not ampere:
+        print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
+    use_bf16 = {"cuda": ampere, "cpu": torch.backends.cpu.get_cpu_capability() == "AVX512"}.get(device.type, True)
+    if not use_bf16:
+        print("no bf16 here: it takes compute capability 8.0 or later, or AVX-512 on a CPU; older hardware emulates it")
+    torch.manual_seed(args.seed)
+    model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
+    loader = DataLoaderLite(args.data, B, T, rank, world_size)
+    describe(args, model, loader)
+    module = torch.get_device_module(device)
+    if ddp:
+        module.set_device(device)
+        dist.init_process_group(dist.get_default_backend_for_device(device))
+        mesh = dist.init_device_mesh(device.type, (world_size,))
+        for part in (*model.transformer.h, model):  # the last takes what is not in a block
+            fully_shard(part, mesh=mesh)
+    model.to(device)
+    model.compile(mode=args.compile_mode if accumulation == 1 else "default")  # CUDA graphs cannot accumulate
+    print("compiling: the first step takes about a minute", flush=True)
+    optimizer = model.configure_optimizers()
+    task = {"--model": str(model.config), "--seq-len": T, "--total-batch-size": total, "--data": len(loader.tokens)}
+    folder, saved, signals = args.checkpoint_dir, {"step": 0, "task": task}, []
+    begun = args.resume and (folder / "unfinished.tmp").exists()  # a run here was killed: its log may be ahead
+    saved = (folder and load_checkpoint(folder)) or saved
+    if saved["step"] and not args.resume:
+        raise UserError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
+    if other := dict(saved["task"].items() - task.items()):
+        raise UserError(f"{folder} has checkpoints of another task, with {other}")
+    if ddp:
+        dist.all_gather_object(steps := [0] * world_size, saved["step"])
+        if len(set(steps)) > 1:
+            raise UserError(f"the ranks do not see the same {folder}: they would go on from steps {steps}")
+    log = open(args.log if args.log and rank == 0 else os.devnull, "a+", buffering=1, newline="")
+    log.seek(0)
+    lines = log.readlines()
+    if lines and not (saved["args"]["log"] == str(args.log) if saved["step"] else begun):
+        raise UserError(f"{args.log} is not the log of this run")
+    again = [line for line in lines if not line.endswith("\n") or json.loads(line)["step"] >= saved["step"]]
+    if again:  # the steps since the checkpoint
+        log.truncate(len("".join(lines)) - len("".join(again)))
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)  # rank 0 saves the whole state, shards joined
+    generators = [torch.default_generator, *getattr(module, "default_generators", ())]
+    if saved["step"]:
+        print(f"going on at step {saved['step']} of {args.steps}, from {folder}")
+        parts = {"model_state_dict": saved.pop("model"), "optim_state_dict": saved.pop("optim")}
+        set_state_dict(model, optimizer, **parts, options=whole)
+        loader.position = saved["position"] + B * T * rank
+        list(map(torch.Generator.set_state, generators, saved["rng"]))  # the CPU's, and those of the GPUs
+    if folder:
+        open(folder / "unfinished.tmp", "wb").close()  # if nothing can be written here, say so now
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: signals.append(number))
+
+    times = []  # seconds per step
+    try:
+        for step in range(saved["step"], args.steps):
+            synchronize(device)
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            report = torch.zeros(2, device=device)  # the loss, mean over micro-steps and ranks; signals that came
+            for _ in range(accumulation):
+                x, y = (t.pin_memory() if device.type == "cuda" else t for t in loader.next_batch())
+                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)  # queued: Python goes on
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
+                    micro_loss = model(x, y)
+                (micro_loss / accumulation).backward()  # each averages over ranks: what adds up is a shard
+                report[0] += micro_loss.detach() / accumulation / world_size
+            report[1] = len(signals)
+            if ddp:
+                dist.all_reduce(report)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # returns the norm before clipping
+            norm = norm.full_tensor() if ddp else norm
+            lr = get_lr(step, args.steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            synchronize(device)
+            times.append(time.perf_counter() - start)
+            loss, stop = report.tolist()
+            left = f"{np.median(times[-10:]) * (args.steps - step - 1) / 60:.1f} min left"
+            print(f"step {step:4d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
+            print(f"dt {1000 * times[-1]:8.2f} ms | {total / times[-1]:10,.0f} tok/s | {left}", flush=True)
+            if not math.isfinite(loss + norm.item()):
+                raise UserError(f"the loss or the gradient is not finite at step {step}")
+            print(json.dumps({"step": step, "loss": loss, "lr": lr, "norm": norm.item(), "sec": times[-1]}), file=log)
+            if folder and ((step + 1) % args.save_every == 0 or step + 1 == args.steps or stop):
+                state = {"step": step + 1, "position": loader.position, "rng": [g.get_state() for g in generators]}
+                state |= {"task": task, "args": {name: str(value) for name, value in vars(args).items()}}
+                state["model"], state["optim"] = get_state_dict(model, optimizer, options=whole)
+                if rank == 0:
+                    save_checkpoint(folder, args.keep, state)
+            if stop:
+                sys.exit(1)
+    finally:  # also after Ctrl-C
+        summary(times, total, device, saved["step"])
+
+
+def describe(args, model, loader):
+    """Print the header: the device, the model, the batch and the text."""
+    device = torch.device(args.device)
+    if (args.model, args.device) == ("nano", "cpu"):
+        print("on a CPU the default model is nano, 4 layers 128 wide, at T 128: --model gpt2 trains GPT-2")
+    module = torch.get_device_module(device)
+    chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
+    name, size = args.init_from or args.model, sum(p.numel() for p in model.parameters())
+    print(f"device {device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters", end=" ")
+    print(f"| B {loader.B} T {loader.T}\nloaded {len(loader.tokens)} tokens")
+    print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T * args.world_size)} batches")
+    accumulation = args.total_batch_size // (loader.B * loader.T * args.world_size)
+    print(f"{args.total_batch_size} tokens per step = {accumulation} micro-steps", end=" ")
+    print(f"* B {loader.B} * T {loader.T} * {args.world_size} ranks")
+
+
+def synchronize(device):
+    """Wait for the device. Python only queues a GPU's work: without this, the clock measures the queueing."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def summary(times, tokens, device, start):
+    """Print the median step, tokens per second and, on a GPU, the most memory that PyTorch's allocator gave out."""
+    if times:
+        first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation, allocator, autotuning
+        median = float(np.median(times[first:]))
+        print(f"median of steps {start + first}-{start + len(times) - 1}: {1000 * median:.2f} ms", end=", ")
+        print(f"{tokens / median:,.0f} tok/s", end="")
+        module = torch.get_device_module(device)
+        counts = hasattr(module, "max_memory_allocated")  # a GPU's allocator counts; nothing does on a CPU
+        print(f", peak memory {module.max_memory_allocated(device) / 2**30:.2f} GiB" if counts else "")
 
 
 def save_checkpoint(folder, keep, checkpoint):
@@ -205,7 +396,7 @@ def save_checkpoint(folder, keep, checkpoint):
 
 
 def load_checkpoint(folder):
-    """The newest checkpoint that can be read, or None. Raises OSError, or ValueError if there are only damaged ones."""
+    """The newest checkpoint that can be read, or None. Raises OSError, or UserError if there are only damaged ones."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = sorted(folder.glob("step_*.pt"), reverse=True)
     for path in paths:
@@ -215,193 +406,40 @@ def load_checkpoint(folder):
         except Exception as error:  # a damaged file raises a dozen kinds
             print(f"{path} cannot be read: {repr(error)[:200]}", file=sys.stderr)
     if paths:
-        raise ValueError(f"no checkpoint in {folder} can be read")
+        raise UserError(f"no checkpoint in {folder} can be read")
 
 
-def main():
-    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
-    parser.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
-    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences, default 4")
-    parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
-    parser.add_argument("--steps", type=int, default=50, help="default 50")
-    parser.add_argument("--seed", type=int, default=1337, help="default 1337")
-    parser.add_argument("--device", choices=sorted(devices), default=accelerator, help=f"default {accelerator}")
-    parser.add_argument("--data", default=Path(__file__).with_name("input.txt"), help="UTF-8 text, default input.txt")
-    parser.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
-    parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
-    parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
-    parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="folder to save in; without it, no saving")
-    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="steps, and at the end; default 250")
-    parser.add_argument("--keep", metavar="K", type=int, default=2, help="the newest checkpoints, default 2")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    parser.add_argument("--log", "--log-file", metavar="FILE.jsonl", help="append a JSON record per step")
-    args = parser.parse_args()
-    sizes = args.batch_size, args.seq_len, args.steps, args.total_batch_size, args.save_every, args.keep
-    if any(n is not None and n < 1 for n in sizes) or not 0 <= args.seed < 2**64:
-        parser.error("--seed must be 0 to 2**64 - 1, every other number at least 1")
-    if args.resume and not args.checkpoint_dir:
-        parser.error("--resume needs --checkpoint-dir")
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # Ctrl-C: no traceback, and the summary below is printed
+class UserError(ValueError):
+    """Something that the user can put right: it ends the script with one line instead of a traceback."""
 
-    ddp = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys()  # torchrun starts a process per GPU, with its place
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if ddp and args.device != "cpu":
-        if args.device != accelerator:
-            parser.error(f"--device {args.device}: CUDA_VISIBLE_DEVICES tells torchrun which GPUs to take")
-        args.device = f"{accelerator}:{os.environ.get('LOCAL_RANK', rank)}"
-        if args.device not in devices:
-            parser.error(f"there is no {args.device} for rank {rank}: lower --nproc_per_node")
-    device = torch.device(args.device)
-    sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w")  # rank 0 alone prints
-    if device.type == "cpu" and not args.model and not args.init_from:
-        print("on a CPU the model is nano, 4 layers 128 wide, at T 128 (--model gpt2 trains GPT-2 all the same)")
-        args.model = "nano"
-    torch.utils.deterministic.fill_uninitialized_memory = False  # the next line would fill it with NaN: that costs time
-    torch.use_deterministic_algorithms(device.type == "cpu")  # one seed, one curve; on a GPU it would cost speed
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        torch.set_float32_matmul_precision("high")
-    else:
-        print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
-    use_bf16 = device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "AVX512"
-    if device.type == "cuda":
-        use_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
-    if not use_bf16:
-        print("no bf16 here: it takes compute capability 8.0 or later, or AVX-512 on a CPU; older hardware emulates it")
-    torch.manual_seed(args.seed)
-    if args.init_from:
-        try:
-            model = GPT.from_pretrained(args.init_from)
-            if args.model and model.config != MODELS[args.model]:
-                raise ValueError(f"its shape is not that of --model {args.model}")
-        except Exception as error:  # the hub, the files and the library raise a dozen kinds
-            parser.error(f"--init-from {args.init_from}: {' '.join(str(error).split())}")
-    else:
-        model = GPT(MODELS[args.model or "gpt2"])
-    B, T = args.batch_size, args.seq_len or (128 if model.config == MODELS["nano"] else model.config.block_size)
-    if T > model.config.block_size:
-        parser.error(f"--seq-len {T} is more than the model's {model.config.block_size} positions")
-    try:
-        loader = DataLoaderLite(args.data, B, T, rank, world_size)
-    except (OSError, ValueError) as error:
-        parser.error(f"--data {args.data}: {error}")
 
-    module = torch.get_device_module(device)
-    chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
-    name, size = args.init_from or args.model or "gpt2", sum(p.numel() for p in model.parameters())
-    print(f"device {device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters | B {B} T {T}")
-    print(f"loaded {len(loader.tokens)} tokens\n1 epoch = {(len(loader.tokens) - 1) // (B * T * world_size)} batches")
-    total = args.total_batch_size or (4096 if model.config == MODELS["nano"] else 524288)
-    accumulation, rest = divmod(total, B * T * world_size)  # micro-steps per step
-    if rest:
-        parser.error(f"--total-batch-size {total} is no multiple of B {B} * T {T} * {world_size} ranks")
-    print(f"{total} tokens per step = {accumulation} micro-steps * B {B} * T {T} * {world_size} ranks")
-
-    # Python only queues the GPU's work: a clock that does not wait for it reads how fast it is queued
-    synchronize = torch.cpu.synchronize if device.type == "cpu" else torch.accelerator.synchronize
-    task = {"--model": str(model.config), "--seq-len": T, "--total-batch-size": total, "--data": len(loader.tokens)}
-    folder, saved, signals, times = args.checkpoint_dir, {"step": 0, "task": task}, [], {}  # times: step -> seconds
-    begun = args.resume and (folder / "unfinished.tmp").exists()  # a run here was killed: its log may be ahead
-    try:
-        if ddp:
-            module.set_device(device)
-            dist.init_process_group(dist.get_default_backend_for_device(device))
-            mesh = dist.init_device_mesh(device.type, (world_size,))
-            for part in (*model.transformer.h, model):  # the last takes what is not in a block
-                fully_shard(part, mesh=mesh)
-        model.to(device)
-        model.compile(mode=args.compile_mode if accumulation == 1 else "default")  # CUDA graphs cannot accumulate
-        optimizer = model.configure_optimizers()
-        saved = (folder and load_checkpoint(folder)) or saved
-        if saved["step"] and not args.resume:
-            raise ValueError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
-        if other := dict(saved["task"].items() - task.items()):
-            raise ValueError(f"{folder} has checkpoints of another task, with {other}")
-        if ddp:
-            dist.all_gather_object(steps := [0] * world_size, saved["step"])
-            if len(set(steps)) > 1:
-                raise ValueError(f"the ranks do not see the same {folder}: they would go on from steps {steps}")
-        log = open(args.log if args.log and rank == 0 else os.devnull, "a+", buffering=1, newline="")
-        log.seek(0)
-        lines = log.readlines()
-        if lines and not (saved["args"]["log"] == str(args.log) if saved["step"] else begun):
-            raise ValueError(f"{args.log} is not the log of this run")
-        again = [line for line in lines if not line.endswith("\n") or json.loads(line)["step"] >= saved["step"]]
-        if again:  # the steps since the checkpoint
-            log.truncate(len("".join(lines)) - len("".join(again)))
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)  # rank 0 saves what all have, slices joined
-        generators = [torch.default_generator, *getattr(module, "default_generators", ())]
-        if saved["step"]:
-            print(f"going on at step {saved['step']} of {args.steps}, from {folder}")
-            parts = {"model_state_dict": saved.pop("model"), "optim_state_dict": saved.pop("optim")}
-            set_state_dict(model, optimizer, **parts, options=whole)
-            loader.position = saved["position"] + B * T * rank
-            list(map(torch.Generator.set_state, generators, saved["rng"]))  # the CPU's, and those of the GPUs
-        if folder:
-            open(folder / "unfinished.tmp", "wb").close()  # if nothing can be written here, say so now
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda number, _: signals.append(number))
-        for step in range(saved["step"], args.steps):
-            synchronize(device)
-            start = time.perf_counter()
-            optimizer.zero_grad()
-            report = torch.zeros(2, device=device)  # the loss, mean over micro-steps and ranks; signals that came
-            for _ in range(accumulation):
-                x, y = (t.pin_memory() if device.type == "cuda" else t for t in loader.next_batch())
-                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)  # queued: Python goes on
-                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-                    micro_loss = model(x, y)
-                (micro_loss / accumulation).backward()  # each averages over ranks: what adds up is a slice
-                report[0] += micro_loss.detach() / accumulation / world_size
-            report[1] = len(signals)
-            if ddp:
-                dist.all_reduce(report)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # returns the norm before clipping
-            norm = norm.full_tensor() if ddp else norm
-            lr = get_lr(step, args.steps)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-            synchronize(device)
-            times[step] = time.perf_counter() - start
-            loss, stop = report.tolist()
-            left = f"{np.median(list(times.values())[-10:]) * (args.steps - step - 1) / 60:.1f} min left"
-            print(f"step {step:4d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
-            print(f"dt {1000 * times[step]:8.2f} ms | {total / times[step]:10,.0f} tok/s | {left}", flush=True)
-            if not math.isfinite(loss + norm.item()):
-                sys.exit(f"{parser.prog}: error: the loss or the gradient is not finite at step {step}")
-            print(json.dumps({"step": step, "loss": loss, "lr": lr, "norm": norm.item(), "sec": times[step]}), file=log)
-            if folder and ((step + 1) % args.save_every == 0 or step + 1 == args.steps or stop):
-                state = {"step": step + 1, "position": loader.position, "rng": [g.get_state() for g in generators]}
-                state |= {"task": task, "args": {name: str(value) for name, value in vars(args).items()}}
-                state["model"], state["optim"] = get_state_dict(model, optimizer, options=whole)
-                if rank == 0:
-                    save_checkpoint(folder, args.keep, state)
-            if stop:
-                sys.exit(128 + (signals or [signal.SIGTERM])[0])
-    except (OSError, ValueError) as error:
-        parser.exit(1 if times else 2, f"{parser.prog}: error: {error}\n")
-    except RuntimeError as error:
-        if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
-            sys.exit(f"{parser.prog}: error: out of memory with B {B} and T {T}: lower --batch-size or --seq-len")
-        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
-            sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
-        if isinstance(error, dist.DistError) or "/gloo/" in str(error):
-            time.sleep(5)  # torchrun names the rank that ends first: let it be the one that failed
-            sys.exit(f"{parser.prog}: error: rank {rank} lost another, whose error is the one to read: {error}")
-        if isinstance(error.__context__, OSError):  # torch.save met a full disk
-            sys.exit(f"{parser.prog}: error: {folder}: {error.__context__}")
-        raise
-    finally:
-        if times:
-            first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation, allocator, autotuning
-            median = float(np.median(list(times.values())[first:]))
-            print(f"median of steps {list(times)[first]}-{list(times)[-1]}: {1000 * median:.2f} ms", end=", ")
-            print(f"{total / median:,.0f} tok/s, peak memory {peak_memory(device) / 2**30:.2f} GiB")
+def explain(error):
+    """What sys.exit() prints: one line for an error that a user can cause. Raises any other error again."""
+    text = " ".join(str(error).split())
+    if any(words in text for words in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
+        args = parse_args()
+        text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
+    elif isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        text = f"torch.compile failed: {text[:200]}"
+    elif isinstance(error, BrokenPipeError):  # whoever read the output, such as head, has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain as it ends
+        return 1
+    elif isinstance(error, dist.DistError) or "/gloo/" in text:
+        time.sleep(5)  # torchrun names the rank that ends first: let it be the one that failed
+        text = f"rank {os.environ.get('RANK')} lost another, whose error is the one to read: {text}"
+    elif isinstance(error.__context__, OSError):  # torch.save met a full disk
+        text = str(error.__context__)
+    elif not isinstance(error, (OSError, ValueError)):
+        raise error
+    return f"{Path(sys.argv[0]).name}: error: {text}"
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # Ctrl-C
+        sys.exit(1)
+    except Exception as error:
+        sys.exit(explain(error))
     if dist.is_initialized():  # main() has freed the model, which could deadlock as the last to hold Gloo's group
         dist.destroy_process_group()

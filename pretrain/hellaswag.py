@@ -114,7 +114,7 @@ def main():
     try:
         model = load_model(args.model)
     except ValueError as error:
-        parser.error(f"{args.model}: {error}")
+        parser.error(str(error))
     try:
         device = torch.device(args.device)
         model.to(device)

@@ -14,19 +14,18 @@ WRONG = {
     "empty": (["--data", "empty.txt"], "0 tokens, but B 4.* T 128.* need 513"),
     "too short": (["--data", "short.txt"], "10 tokens, but B 4.* T 128.* need 513"),
     "binary": (["--data", "binary.bin"], "utf-8"),
-    "NUL bytes": (["--data", "nul.bin"], "NUL"),
     "not UTF-8": (["--data", "latin1.txt"], "utf-8"),
-    "T over 1024": (["--seq-len", "1025"], "1025 .* 1024"),
+    "T over 1024": (["--seq-len", "1025"], "--seq-len.* 1 to 1024"),
     "T 0": (["--seq-len", "0"], "at least 1"),
     "T -1": (["--seq-len", "-1"], "at least 1"),
     "B 0": (["--batch-size", "0"], "at least 1"),
     "B -4": (["--batch-size", "-4"], "at least 1"),
-    "B too large": (["--batch-size", "1000000"], "338025 tokens, but B 1000000"),
+    "B too large": (["--batch-size", "1000000"], "(338025 tokens, but|no multiple of) B 1000000"),
     "no steps": (["--steps", "0"], "at least 1"),
     "negative steps": (["--steps", "-1"], "at least 1"),
     "steps no number": (["--steps", "many"], "many"),
     "seed": (["--seed", str(2**64)], "--seed"),
-    "no such device": (["--device", "cuda:99"], "cuda:99"),
+    "no such device": (["--device", "cuda:99"], "cuda:99: PyTorch .* finds only .*cpu"),
     "unknown device": (["--device", "abacus"], "abacus"),
     "unknown model": (["--model", "gpt5"], "gpt5"),
     "unknown flag": (["--learning-rate", "1"], "--learning-rate"),
@@ -50,7 +49,6 @@ def folder(tmp_path):
     (tmp_path / "empty.txt").write_bytes(b"")
     (tmp_path / "short.txt").write_text("To be, or not to be, that is")
     (tmp_path / "binary.bin").write_bytes(bytes(range(256)) * 8)
-    (tmp_path / "nul.bin").write_bytes("To be, or not to be".encode("utf-16-le") * 400)
     (tmp_path / "latin1.txt").write_bytes("fianc\xe9e ".encode("latin-1") * 4000)
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
     yield tmp_path
@@ -115,7 +113,7 @@ def test_out_of_memory_is_one_line_wherever_it_comes_from(script, source, monkey
     monkeypatch.setattr(load(script).GPT, "forward", fail_with(OUT_OF_MEMORY[source]))
     words = ["--device", "cpu", "--data", ROOT / "README.md", "--batch-size", 1, "--seq-len", 8]
     words += ["--total-batch-size", 8] if script in since("ddp_run.py", among=list(RUNGS)) else []
-    refused(script, *words, status=1, says="out of memory with B 1 and T 8: lower --batch-size or --seq-len")
+    refused(script, *words, says="out of memory with B 1 and T 8: lower --batch-size or --seq-len")
 
 
 @pytest.mark.usefixtures("no_evaluation")
@@ -127,11 +125,13 @@ def test_out_of_memory_in_the_compiler_is_no_failure_of_it(script, source, monke
     monkeypatch.setattr("torch._inductor.graph.GraphLowering.compile_to_module", fail_with(error))
     words = ["--data", ROOT / "README.md", "--batch-size", 1, "--seq-len", 8]
     words += ["--total-batch-size", 8] if script == "ddp_run.py" else []
-    with pytest.raises(SystemExit) as exit, torch._inductor.utils.fresh_inductor_cache():
+    with pytest.raises(RuntimeError) as raised, torch._inductor.utils.fresh_inductor_cache():
         play(script, *words, compiled=True)
     torch._dynamo.reset()
+    monkeypatch.setattr("sys.argv", [script, *map(str, words)])
     said = "torch.compile failed: NotImplementedError: no such kernel"
-    assert exit.value.code.startswith(f"{script}: error: {'out of memory with B 1 and T 8: ' if source else said}")
+    line = load(script).explain(raised.value)
+    assert line.startswith(f"{script}: error: {'out of memory with B 1 and T 8: ' if source else said}")
 
 
 @pytest.mark.slow

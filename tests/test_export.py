@@ -194,8 +194,8 @@ def test_a_sample_is_printed_as_it_comes(small, monkeypatch, capsys):
 
 
 WRONG_SAMPLE = {
-    "a prompt longer than the model": (["--prompt", "word " * 1100], "1101 tokens.*64 positions"),
-    "too many tokens": (["--tokens", "64"], "64 positions"),
+    "a prompt longer than the model": (["--prompt", "word " * 1100], "1101 tokens.*1024 positions"),
+    "too many tokens": (["--tokens", "1024"], "1024 positions"),
     "no tokens": (["--tokens", "0"], "at least 1"),
     "temperature": (["--temperature", "-1"], "--temperature"),
     "top-p": (["--top-p", "0"], "--top-p"),

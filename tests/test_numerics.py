@@ -30,7 +30,8 @@ def steps(checkpoint, inductor_cache):
 
     @functools.lru_cache(maxsize=4)
     def steps(script, number=3, **options):
-        args = ["--init-from", checkpoint, "--steps", number, "--data", ROOT / "README.md", "--batch-size", 1]
+        args = ["--init-from", checkpoint, "--steps", number, "--data", ROOT / "README.md"]
+        args += ["--batch-size", 1, "--seq-len", 64]
         if script in since("ddp_run.py", among=list(RUNGS)):
             args += ["--total-batch-size", 64]
         if script == TRAIN:

@@ -31,7 +31,7 @@ def test_the_training_step_is_that_of_ddp_run(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "evaluate", lambda *args: (9.0, None, []))
     monkeypatch.setattr(train, "count_right", None)
     folder = save_gpt2(tmp_path / "gpt2")[0]
-    args = ["--init-from", folder, "--steps", 3, "--total-batch-size", 4 * 64]
+    args = ["--init-from", folder, "--steps", 3, "--seq-len", 64, "--total-batch-size", 4 * 64]
     before = watch("ddp_run.py", *args)
     after = watch(TRAIN, *args, "--data", ROOT / "input.txt", "--warmup-steps", 10)
     for one, other in zip(before, after, strict=True):
@@ -137,7 +137,8 @@ def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path, caps
     losses = iter([9.0, 8.0, 7.0, 7.5, 7.2])
     monkeypatch.setattr(train, "evaluate", lambda *args: (next(losses, 5.0), None, []))
     folder = save_gpt2(tmp_path / "gpt2")[0]
-    args = ["--init-from", folder, "--total-batch-size", 64, "--batch-size", 1, "--data", ROOT / "input.txt"]
+    args = ["--init-from", folder, "--total-batch-size", 64, "--batch-size", 1, "--seq-len", 64]
+    args += ["--data", ROOT / "input.txt"]
     watch(TRAIN, *args, "--steps", 4, "--eval-every", 1, "--checkpoint-dir", tmp_path / "ck")
     assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 2
     for steps, later, best in (5, [7.1, 7.05], 2), (6, [7.1, 6.9], 6):  # and a resumed run knows it

@@ -76,12 +76,11 @@ def test_the_lines_are_those_of_the_contract(printed, script):
     lines = printed(script).splitlines()
     B, T = (1, 32) if script == FP16 else (4, 128)  # 4 and 128 are nano's defaults
     tokens = B * T
-    nano = "on a CPU the model is nano, 4 layers 128 wide, at T 128 (--model gpt2 trains GPT-2 all the same)"
-    assert lines.pop(0) == nano
     if script in since(2):
         assert lines.pop(0).startswith("no TF32 here")
     if script in set(since(3)) - {FP16} and not BF16_CPU:
         assert lines.pop(0).startswith("no bf16 here")
+    assert lines.pop(0) == "on a CPU the default model is nano, 4 layers 128 wide, at T 128: --model gpt2 trains GPT-2"
     assert re.fullmatch(
         rf"device cpu \(.+\) \| torch \S+ \| nano {PARAMETERS[script]:,} parameters \| B {B} T {T}", lines.pop(0)
     )
@@ -90,6 +89,8 @@ def test_the_lines_are_those_of_the_contract(printed, script):
     if script in since("ddp_run.py"):
         assert lines.pop(0) == "1024 tokens per step = 2 micro-steps * B 4 * T 128 * 1 ranks"
         tokens = 1024
+    if script in since(5):
+        assert lines.pop(0) == "compiling: the first step takes about a minute"
 
     times = []
     for number, line in enumerate(lines[:STEPS]):
@@ -110,7 +111,7 @@ def test_the_lines_are_those_of_the_contract(printed, script):
     assert float(summary["rate"].replace(",", "")) == pytest.approx(
         tokens / float(summary["ms"]) * 1000, rel=1e-3, abs=1
     )
-    assert 0.2 < float(summary["memory"]) < 20  # GiB of a process that holds torch and a batch of logits
+    assert summary["memory"] is None  # only a GPU's allocator counts it
     assert len(lines) == STEPS + 1
 
 
@@ -146,7 +147,7 @@ def test_ctrl_c_prints_the_summary_so_far(run, tmp_path):
         f"runpy.run_path({str(ROOT / 'baseline.py')!r}, run_name='__main__')\n"
     )
     done = run(script.name, folder=tmp_path)
-    assert done.returncode == 130
+    assert done.returncode == 1
     assert done.stderr == ""
     assert 2 <= len(done.losses) < 1000
     assert SUMMARY.fullmatch(done.stdout.splitlines()[-1])["last"] == str(len(done.losses) - 1)

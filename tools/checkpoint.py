@@ -26,9 +26,7 @@ def load_model(source):
         model.load_state_dict(checkpoint["model"])
         return model.eval()
     except (KeyError, TypeError) as error:
-        raise ValueError(f"it is no checkpoint of this project: {error!r}") from None
-    except Exception as error:  # the hub, the files and the library raise a dozen kinds
-        reason = " ".join(str(error).split())[:300]
-        if not path.exists() and path.suffix != ".pt":  # a name, then
-            reason += " (without a network, give a folder that holds the weights)"
-        raise ValueError(reason) from None
+        raise ValueError(f"{source}: it is no checkpoint of this project: {error!r}") from None
+    except Exception as error:  # a damaged file raises a dozen kinds
+        name = "" if isinstance(error, script.UserError) else f"{source}: "
+        raise ValueError(name + " ".join(str(error).split())[:300]) from None

@@ -58,7 +58,7 @@ def main():
     try:
         model = load_model(args.model)
     except ValueError as error:
-        parser.error(f"{args.model}: {error}")
+        parser.error(str(error))
     try:
         args.folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.folder.parent) as unfinished:  # it gets its name when it is whole

@@ -13,11 +13,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("rung", "branch", "pretrain")  # the tables of ladder.toml
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
+KINDS = ("", "speed", "memory", "quality", "scale")
 PLAIN_GIT = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # a diff is the same for all
 BEGIN, END = "<!-- the ladder, written by `make readme` from ladder.toml -->\n", "<!-- end of the ladder -->\n"
 HEAD = """
-| file | idea | lines | why it is faster | when it is not |
-| --- | --- | --- | --- | --- |
+| file | kind | idea | lines | why it helps | when it does not |
+| --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -31,6 +32,7 @@ class Rung:
     before: str | None = None
     touches: Sequence[str] = ()
     limit: int = 0
+    kind: str = ""
     precision: str = ""
     why: str = ""
     when_not: str = ""
@@ -64,6 +66,8 @@ def read_ladder():
                 raise ValueError("touches is a list, limit a number")
             if row["precision"] not in PRECISIONS:
                 raise ValueError(f"precision is one of {', '.join(PRECISIONS)}")
+            if row.get("kind", "") not in KINDS:
+                raise ValueError(f"kind is one of {', '.join(KINDS[1:])}")
             rungs.append(Rung(part=part, **row))
         except (KeyError, TypeError, ValueError) as error:  # a field too few, too many, or wrong
             raise ValueError(f"ladder.toml: {row.get('file')}: {error}") from None
@@ -106,7 +110,7 @@ def table():
         if rung.before:
             added, removed = changed_lines(rung.before, rung.file)
             lines = f"+{added} −{removed} in {', '.join(f'`{name}`' for name in rung.touches)}"
-        cells = f"[`{rung.file}`]({rung.file})", rung.idea, lines, rung.why, rung.when_not
+        cells = f"[`{rung.file}`]({rung.file})", rung.kind, rung.idea, lines, rung.why, rung.when_not
         rows.append(f"| {' | '.join(cells)} |\n")
     return HEAD + "".join(rows) + "\n"
 

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 
-import numpy as np
 import torch
 from ladder import ROOT, load
 from machine import usable
@@ -136,21 +135,13 @@ class Report:
         self.device, self.tokens, self.times = device, tokens, []
 
     def clock(self):
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        rung.synchronize(self.device)
         return time.perf_counter()
 
     def __call__(self, seconds, loss):
         print(f"step {len(self.times):4d} | loss {loss:.6f} | dt {1000 * seconds:8.2f} ms", end=" | ")
         print(f"{self.tokens / seconds:10,.0f} tok/s", flush=True)
         self.times.append(seconds)
-
-    def summary(self):
-        first = 10 if len(self.times) >= 20 else len(self.times) // 2
-        median = float(np.median(self.times[first:]))
-        print(f"median of steps {first}-{len(self.times) - 1}: {1000 * median:.2f} ms", end=", ")
-        memory = rung.peak_memory(self.device) / 2**30
-        print(f"{self.tokens / median:,.0f} tok/s, peak memory {memory:.2f} GiB")
 
 
 def main():
@@ -167,14 +158,13 @@ def main():
     device, tokens = args.device, args.batch_size * args.seq_len
     if args.peer == "trainer" and device.index is not None:
         parser.error(f"--device {device}: CUDA_VISIBLE_DEVICES tells Trainer which GPU to take")
-    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(device.type == "cpu")  # as the rungs
     torch.manual_seed(1337)
     model = build(args.model)
     try:
         loader = rung.DataLoaderLite(ROOT / "input.txt", args.batch_size, args.seq_len)
     except ValueError as error:
-        parser.error(f"input.txt: {error}")
+        parser.error(str(error))
     size = sum(p.numel() for p in model.parameters())
     print(f"device {device} | torch {torch.__version__} | {args.model} {size:,} parameters", end=" ")
     print(f"| B {loader.B} T {loader.T}")
@@ -192,7 +182,7 @@ def main():
         if isinstance(error, torch._dynamo.exc.TorchDynamoException):
             sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
         raise
-    report.summary()
+    rung.summary(report.times, tokens, device)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def main():
     try:
         model = load_model(args.model)
     except ValueError as error:
-        parser.error(f"{args.model}: {error}")
+        parser.error(str(error))
     if len(prompt) + args.tokens > model.config.block_size:
         positions = f"the model's {model.config.block_size} positions"
         parser.error(
