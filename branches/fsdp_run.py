@@ -427,7 +427,7 @@ def explain(error):
     elif isinstance(error, dist.DistError) or "/gloo/" in text:
         time.sleep(5)  # torchrun names the rank that ends first: let it be the one that failed
         text = f"rank {os.environ.get('RANK')} lost another, whose error is the one to read: {text}"
-    elif isinstance(error.__context__, OSError):  # torch.save met a full disk
+    elif isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):  # torch.save met a full disk
         text = str(error.__context__)
     elif not isinstance(error, (OSError, ValueError)):
         raise error

@@ -448,7 +448,7 @@ def main():
                 writer.add_scalar("loss/training", loss, step)
                 writer.add_scalar("learning rate", lr, step)
                 writer.add_scalar("gradient norm", norm.item(), step)
-                writer.add_scalar("tokens per second", total / times[step], step)
+                writer.add_scalar("tokens per second", total / times[-1], step)
             if not math.isfinite(loss + norm.item()):
                 raise UserError(f"the loss or the gradient is not finite at step {step}")
             print(json.dumps({"step": step, "loss": loss, "lr": lr, "norm": norm.item(), "sec": times[-1]}), file=log)
@@ -556,7 +556,7 @@ def explain(error):
     elif isinstance(error, dist.DistError) or "/gloo/" in text:
         time.sleep(5)  # torchrun names the rank that ends first: let it be the one that failed
         text = f"rank {os.environ.get('RANK')} lost another, whose error is the one to read: {text}"
-    elif isinstance(error.__context__, OSError):  # torch.save met a full disk
+    elif isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):  # torch.save met a full disk
         text = str(error.__context__)
     elif not isinstance(error, (OSError, ValueError)):
         raise error

@@ -228,7 +228,7 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
             for _ in range(60):
                 loader.next_batch()
     else:
-        refused(TRAIN, "--data", tmp_path, says=f"--data .*{re.escape(str(path))}")
+        refused(TRAIN, "--data", tmp_path, says=f"{re.escape(str(path))}")
 
 
 def test_a_shard_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

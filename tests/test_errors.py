@@ -3,6 +3,8 @@
 import re
 import resource
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -66,6 +68,23 @@ def test_bad_input(script, case, folder, monkeypatch, refused):
     arguments, pattern = (WRONG | WRONG_TOTAL)[case]
     monkeypatch.chdir(folder)
     refused(script, "--steps", 1, *arguments, says=pattern)
+
+
+@pytest.mark.parametrize("script", ["baseline.py", "ddp_run.py", "pretrain/train.py"])
+def test_a_script_that_is_copied_without_the_tokenizer_asks_for_it(script, tmp_path, monkeypatch, refused):
+    copy = shutil.copy(ROOT / script, tmp_path)
+    monkeypatch.setattr(load(script), "__file__", copy)
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    says = rf"there is no {tmp_path}/tokenizer: copy the folder tokenizer/ together with this script"
+    refused(script, "--device", "cpu", "--data", ROOT / "input.txt", says=says)
+
+
+def test_a_reader_that_leaves_ends_the_run_without_a_word(tmp_path):
+    """As `head` does, once it has its lines."""
+    command = f"{sys.executable} {ROOT / 'baseline.py'} --batch-size 1 --seq-len 8 --steps 1000 | head -n 5"
+    words = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (1, "", 5)
 
 
 @pytest.mark.slow

@@ -178,9 +178,9 @@ def test_a_docstring_stays_at_home(clone):
     clone.edit("baseline.py", "the foot of the ladder", "the ground")
     assert "nothing to carry" in clone.propagate("baseline.py").stdout
     clone.edit("baseline.py", *SHARED)
-    clone.edit(SCRIPTS[3], "Speed-up 03", "Rung 03")  # work of its own, and nobody else's
+    clone.edit(SCRIPTS[3], "Rung 03", "Step 03")  # work of its own, and nobody else's
     assert clone.propagate("baseline.py").returncode == 0
-    assert clone.texts()[SCRIPTS[3]].startswith('"""Rung 03')
+    assert clone.texts()[SCRIPTS[3]].startswith('"""Step 03')
     assert [script for script, text in clone.texts().items() if "the ground" in text] == ["baseline.py"]
 
 

@@ -236,7 +236,7 @@ class Site:
         lines = ["source .venv/bin/activate  # made by make run", several[1] if several else f"python {rung.file}"]
         if rung.before:
             number = re.search(r"(?:speedup_)?([^_/.]+)[^/]*$", rung.file)[1]
-            lines += [f"make diff-{number}", f"git diff --no-index --word-diff {rung.before} {rung.file}"]
+            lines.append(f"make diff-{number}")
         return "```bash\n" + "\n".join(lines) + "\n```"
 
     def mistakes(self, kind):
