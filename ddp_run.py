@@ -7,7 +7,7 @@ continues as if nothing had happened.
 When it does not help: on one GPU, or over a slow link with a small total batch.
 
     torchrun --standalone --nproc_per_node=2 ddp_run.py    trains on two GPUs; python ddp_run.py on one
-    make diff-ddp                                          shows what this file changes
+    make diff-ddp    shows what this file changes
 """
 
 import argparse
@@ -46,7 +46,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value in one product
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value from one matmul
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):
@@ -70,7 +70,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP: each reads a normalised copy of the residual stream and adds to it."""
+    """Attention, then MLP: each reads a normalized copy of the residual stream and adds to it."""
 
     def __init__(self, config):
         super().__init__()
@@ -91,8 +91,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.transformer = nn.ModuleDict()
-        self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)  # of tokens
-        self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)  # of positions
+        self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)  # token embeddings
+        self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)  # position embeddings
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -118,7 +118,7 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self):
-        """Fused AdamW in two groups: matrices and embeddings decay, biases and LayerNorm parameters do not."""
+        """Fused AdamW. Matrices and embeddings decay, biases and LayerNorm parameters do not. The loop sets lr."""
         decay = [p for p in self.parameters() if p.dim() >= 2]
         no_decay = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
@@ -126,7 +126,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name_or_dir):
-        """Weights in Hugging Face format, from a folder or the hub. Raises UserError for any that are not GPT-2's."""
+        """Load GPT-2 in Hugging Face format, from a folder or from the hub. Raises UserError for any other model."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
         from transformers import GPT2LMHeadModel
 
@@ -136,12 +136,12 @@ class GPT(nn.Module):
         except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
             tried = "" if Path(name_or_dir).exists() else "there is no such folder, and the Hugging Face hub failed: "
             raise UserError(f"{name_or_dir}: {tried}{error}") from None
-        c, lost = hf.config, info["missing_keys"] or info["mismatched_keys"]
-        if lost or not c.tie_word_embeddings or (c.vocab_size, c.n_positions) != (50257, 1024):
+        c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
+        if bad_keys or not c.tie_word_embeddings or (c.vocab_size, c.n_positions) != (50257, 1024):
             raise UserError(f"{name_or_dir}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad by their mean: zeros would outscore GPT-2
+        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad with the mean: logits of 0 would beat GPT-2's
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
             state[name] = torch.cat([state[name], padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -149,9 +149,9 @@ class GPT(nn.Module):
         return model
 
 
-MODELS = {
+MODELS = {  # parameters are counted with a tied head (rung 01)
     "gpt2": GPTConfig(),  # 124M parameters
-    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 350M
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 355M
     "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
     "nano": GPTConfig(n_layer=4, n_head=4, n_embd=128),  # for a CPU
@@ -159,7 +159,7 @@ MODELS = {
 
 
 class DataLoaderLite:
-    """Consecutive batches of a UTF-8 text, tokenized once. Raises UserError if it is not one batch of text."""
+    """Consecutive batches of a UTF-8 text, over and over. Raises UserError if it does not hold even one batch."""
 
     def __init__(self, path, batch_size, seq_len, rank=0, world_size=1):
         self.B, self.T, self.position = batch_size, seq_len, batch_size * seq_len * rank
@@ -191,7 +191,7 @@ def get_lr(step, steps, max_lr=6e-4, warmup_steps=10):
     """The learning rate at a step: linear warm-up, then a cosine (Loshchilov & Hutter 2017) to a tenth at `steps`."""
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / (steps - warmup_steps)  # 0 to 1
+    progress = (step - warmup_steps) / (steps - warmup_steps)  # from 0 to just under 1
     return max_lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
@@ -229,7 +229,7 @@ def parse_args():
             parser.error(f"there is no {args.device} for rank {args.rank}: lower --nproc_per_node")
     if args.device not in devices:
         found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
-        parser.error(f"--device {args.device}: {found}; a GPU needs its driver and a PyTorch build for it")
+        parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
     if not args.init_from and not args.model:
         args.model = "nano" if args.device == "cpu" else "gpt2"
     if args.seq_len is None:
@@ -251,18 +251,19 @@ def main():
     sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w")  # rank 0 alone prints
     device, B, T, total = torch.device(args.device), args.batch_size, args.seq_len, args.total_batch_size
     accumulation = total // (B * T * world_size)  # micro-steps per step
-    torch.use_deterministic_algorithms(device.type == "cpu")  # one seed, one curve; on a GPU this would cost speed
+    torch.use_deterministic_algorithms(device.type == "cpu")  # the same seed repeats the losses; slow on a GPU
     ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # or later
-    torch.set_float32_matmul_precision("high" if ampere else "highest")
+    torch.set_float32_matmul_precision("high" if ampere else "highest")  # TF32, or plain float32
     if not ampere:
         print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
-    use_bf16 = {"cuda": ampere, "cpu": torch.backends.cpu.get_cpu_capability() == "AVX512"}.get(device.type, True)
+    use_bf16 = ampere or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
     if not use_bf16:
-        print("no bf16 here: it takes compute capability 8.0 or later, or AVX-512 on a CPU; older hardware emulates it")
+        print("no bf16 here: it takes an NVIDIA GPU of compute capability 8.0 or later, or a CPU with AVX-512")
+
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
     loader = DataLoaderLite(args.data, B, T, rank, world_size)
-    describe(args, model, loader)
+    print_header(args, model, loader)
     module = torch.get_device_module(device)
     if ddp:
         module.set_device(device)
@@ -344,14 +345,14 @@ def main():
             if stop:
                 sys.exit(1)
     finally:  # also after Ctrl-C
-        summary(times, total, device, saved["step"])
+        print_summary(times, total, device, saved["step"])
 
 
-def describe(args, model, loader):
-    """Print the header: the device, the model, the batch and the text."""
+def print_header(args, model, loader):
+    """Print the device, the model, the batch size and the length of the text."""
     device = torch.device(args.device)
     if (args.model, args.device) == ("nano", "cpu"):
-        print("on a CPU the default model is nano, 4 layers 128 wide, at T 128: --model gpt2 trains GPT-2")
+        print("nano, 4 layers and 128 wide, is the default model on a CPU; --model gpt2 trains GPT-2")
     module = torch.get_device_module(device)
     chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
     name, size = args.init_from or args.model, sum(p.numel() for p in model.parameters())
@@ -364,21 +365,19 @@ def describe(args, model, loader):
 
 
 def synchronize(device):
-    """Wait for the device. Python only queues a GPU's work: without this, the clock measures the queueing."""
+    """Wait for the device. Python only queues a GPU's work; without this, the clock would stop before it is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
-def summary(times, tokens, device, start):
-    """Print the median step, tokens per second and, on a GPU, the most memory that PyTorch's allocator gave out."""
+def print_summary(times, tokens_per_step, device, start):
+    """Print the median step, tokens per second and, on a GPU, the most memory that PyTorch allocated."""
     if times:
-        first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation, allocator, autotuning
+        first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation and other warm-up
         median = float(np.median(times[first:]))
         print(f"median of steps {start + first}-{start + len(times) - 1}: {1000 * median:.2f} ms", end=", ")
-        print(f"{tokens / median:,.0f} tok/s", end="")
-        module = torch.get_device_module(device)
-        counts = hasattr(module, "max_memory_allocated")  # a GPU's allocator counts; nothing does on a CPU
-        print(f", peak memory {module.max_memory_allocated(device) / 2**30:.2f} GiB" if counts else "")
+        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+        print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""))
 
 
 def save_checkpoint(folder, keep, checkpoint):
@@ -405,19 +404,19 @@ def load_checkpoint(folder):
 
 
 class UserError(ValueError):
-    """Something that the user can put right: it ends the script with one line instead of a traceback."""
+    """An error that the user can fix. It ends the script with one line instead of a traceback."""
 
 
-def explain(error):
-    """What sys.exit() prints: one line for an error that a user can cause. Raises any other error again."""
+def exit_message(error):
+    """One line for sys.exit() about an error that the user can fix. Any other error is raised again."""
     text = " ".join(str(error).split())
     if any(words in text for words in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
         args = parse_args()
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.TorchDynamoException):
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, BrokenPipeError):  # whoever read the output, such as head, has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain as it ends
+    elif isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
         return 1
     elif isinstance(error, dist.DistError) or "/gloo/" in text:
         time.sleep(5)  # torchrun names the rank that ends first: let it be the one that failed
@@ -435,6 +434,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # Ctrl-C
         sys.exit(1)
     except Exception as error:
-        sys.exit(explain(error))
+        sys.exit(exit_message(error))
     if dist.is_initialized():  # main() has freed the model, which could deadlock as the last to hold Gloo's group
         dist.destroy_process_group()

@@ -1,10 +1,11 @@
-"""Rung 08, AdamW and clipping (quality): GPT-3's betas, and a limit on the gradient's norm.
+"""Rung 08, beta2 and clipping (quality): AdamW adapts sooner, and one bad batch does less harm.
 
-Both settings are GPT-3's (Brown et al. 2020, appendix B). beta2 = 0.95 averages squared gradients over about
-1 / (1 - 0.95) = 20 steps instead of 1000, so the step size follows the gradients sooner. Clipping scales a gradient
-whose norm exceeds 1.0 down to 1.0, so one bad batch cannot undo the work of many.
+Both settings are GPT-3's (Brown et al. 2020, appendix B). beta2 = 0.95 shortens AdamW's memory of squared gradients
+from about 1 / (1 - 0.999) = 1000 steps to 20, so that each parameter's step size adapts sooner. Clipping treats all
+gradients as one vector and, if its norm exceeds 1.0, scales it down to 1.0, so that one bad batch cannot dominate
+AdamW's averages.
 
-When it does not help: it makes no step faster, and clipping costs a pass over the gradients. Both prepare for the
+When it does not help: it makes no step faster, and clipping takes a pass over the gradients. Both prepare for the
 larger learning rate of rung 09.
 
     make diff-08    shows what this file changes
@@ -41,7 +42,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value in one product
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value from one matmul
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):
@@ -65,7 +66,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP: each reads a normalised copy of the residual stream and adds to it."""
+    """Attention, then MLP: each reads a normalized copy of the residual stream and adds to it."""
 
     def __init__(self, config):
         super().__init__()
@@ -86,8 +87,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.transformer = nn.ModuleDict()
-        self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)  # of tokens
-        self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)  # of positions
+        self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)  # token embeddings
+        self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)  # position embeddings
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -114,7 +115,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name_or_dir):
-        """Weights in Hugging Face format, from a folder or the hub. Raises UserError for any that are not GPT-2's."""
+        """Load GPT-2 in Hugging Face format, from a folder or from the hub. Raises UserError for any other model."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
         from transformers import GPT2LMHeadModel
 
@@ -124,12 +125,12 @@ class GPT(nn.Module):
         except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
             tried = "" if Path(name_or_dir).exists() else "there is no such folder, and the Hugging Face hub failed: "
             raise UserError(f"{name_or_dir}: {tried}{error}") from None
-        c, lost = hf.config, info["missing_keys"] or info["mismatched_keys"]
-        if lost or not c.tie_word_embeddings or (c.vocab_size, c.n_positions) != (50257, 1024):
+        c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
+        if bad_keys or not c.tie_word_embeddings or (c.vocab_size, c.n_positions) != (50257, 1024):
             raise UserError(f"{name_or_dir}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad by their mean: zeros would outscore GPT-2
+        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad with the mean: logits of 0 would beat GPT-2's
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
             state[name] = torch.cat([state[name], padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -137,9 +138,9 @@ class GPT(nn.Module):
         return model
 
 
-MODELS = {
+MODELS = {  # parameters are counted with a tied head (rung 01)
     "gpt2": GPTConfig(),  # 124M parameters
-    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 350M
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 355M
     "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
     "nano": GPTConfig(n_layer=4, n_head=4, n_embd=128),  # for a CPU
@@ -147,7 +148,7 @@ MODELS = {
 
 
 class DataLoaderLite:
-    """Consecutive batches of a UTF-8 text, tokenized once. Raises UserError if it is not one batch of text."""
+    """Consecutive batches of a UTF-8 text, over and over. Raises UserError if it does not hold even one batch."""
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
@@ -191,7 +192,7 @@ def parse_args():
     args = parser.parse_args()
     if args.device not in devices:
         found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
-        parser.error(f"--device {args.device}: {found}; a GPU needs its driver and a PyTorch build for it")
+        parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
     if not args.init_from and not args.model:
         args.model = "nano" if args.device == "cpu" else "gpt2"
     if args.seq_len is None:
@@ -204,23 +205,24 @@ def parse_args():
 def main():
     args = parse_args()
     device, B, T = torch.device(args.device), args.batch_size, args.seq_len
-    torch.use_deterministic_algorithms(device.type == "cpu")  # one seed, one curve; on a GPU this would cost speed
+    torch.use_deterministic_algorithms(device.type == "cpu")  # the same seed repeats the losses; slow on a GPU
     ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # or later
-    torch.set_float32_matmul_precision("high" if ampere else "highest")
+    torch.set_float32_matmul_precision("high" if ampere else "highest")  # TF32, or plain float32
     if not ampere:
         print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
-    use_bf16 = {"cuda": ampere, "cpu": torch.backends.cpu.get_cpu_capability() == "AVX512"}.get(device.type, True)
+    use_bf16 = ampere or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
     if not use_bf16:
-        print("no bf16 here: it takes compute capability 8.0 or later, or AVX-512 on a CPU; older hardware emulates it")
+        print("no bf16 here: it takes an NVIDIA GPU of compute capability 8.0 or later, or a CPU with AVX-512")
+
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
     loader = DataLoaderLite(args.data, B, T)
-    describe(args, model, loader)
+    print_header(args, model, loader)
+
     model.to(device)
     model.compile(mode=args.compile_mode)
     print("compiling: the first step takes about a minute", flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), eps=1e-8)
-
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), eps=1e-8)  # beta2 was 0.999
     times = []  # seconds per step
     try:
         for step in range(args.steps):
@@ -240,14 +242,14 @@ def main():
             if not math.isfinite(loss.item()):
                 raise UserError(f"the loss is not finite at step {step}")
     finally:  # also after Ctrl-C
-        summary(times, B * T, device)
+        print_summary(times, B * T, device)
 
 
-def describe(args, model, loader):
-    """Print the header: the device, the model, the batch and the text."""
+def print_header(args, model, loader):
+    """Print the device, the model, the batch size and the length of the text."""
     device = torch.device(args.device)
     if (args.model, args.device) == ("nano", "cpu"):
-        print("on a CPU the default model is nano, 4 layers 128 wide, at T 128: --model gpt2 trains GPT-2")
+        print("nano, 4 layers and 128 wide, is the default model on a CPU; --model gpt2 trains GPT-2")
     module = torch.get_device_module(device)
     chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
     name, size = args.init_from or args.model, sum(p.numel() for p in model.parameters())
@@ -257,38 +259,37 @@ def describe(args, model, loader):
 
 
 def synchronize(device):
-    """Wait for the device. Python only queues a GPU's work: without this, the clock measures the queueing."""
+    """Wait for the device. Python only queues a GPU's work; without this, the clock would stop before it is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
-def summary(times, tokens, device):
-    """Print the median step, tokens per second and, on a GPU, the most memory that PyTorch's allocator gave out."""
+def print_summary(times, tokens_per_step, device):
+    """Print the median step, tokens per second and, on a GPU, the most memory that PyTorch allocated."""
     if times:
-        first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation, allocator, autotuning
+        first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation and other warm-up
         median = float(np.median(times[first:]))
-        print(f"median of steps {first}-{len(times) - 1}: {1000 * median:.2f} ms, {tokens / median:,.0f} tok/s", end="")
-        module = torch.get_device_module(device)
-        counts = hasattr(module, "max_memory_allocated")  # a GPU's allocator counts; nothing does on a CPU
-        print(f", peak memory {module.max_memory_allocated(device) / 2**30:.2f} GiB" if counts else "")
+        print(f"median of steps {first}-{len(times) - 1}: {1000 * median:.2f} ms", end=", ")
+        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+        print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""))
 
 
 class UserError(ValueError):
-    """Something that the user can put right: it ends the script with one line instead of a traceback."""
+    """An error that the user can fix. It ends the script with one line instead of a traceback."""
 
 
-def explain(error):
-    """What sys.exit() prints: one line for an error that a user can cause. Raises any other error again."""
+def exit_message(error):
+    """One line for sys.exit() about an error that the user can fix. Any other error is raised again."""
     text = " ".join(str(error).split())
     if any(words in text for words in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
         args = parse_args()
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.TorchDynamoException):
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, BrokenPipeError):  # whoever read the output, such as head, has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain as it ends
+    elif isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
         return 1
-    elif not isinstance(error, UserError):
+    elif not isinstance(error, (OSError, UserError)):
         raise error
     return f"{Path(sys.argv[0]).name}: error: {text}"
 
@@ -299,4 +300,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # Ctrl-C
         sys.exit(1)
     except Exception as error:
-        sys.exit(explain(error))
+        sys.exit(exit_message(error))

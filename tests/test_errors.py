@@ -89,7 +89,7 @@ def test_a_reader_that_leaves_ends_the_run_without_a_word(tmp_path):
 
 @pytest.mark.slow
 def test_a_missing_file_in_a_process_of_its_own(run):
-    one_line(run("baseline.py", "--data", "nowhere.txt"), "baseline.py", 2, "nowhere.txt")
+    one_line(run("baseline.py", "--data", "nowhere.txt"), "baseline.py", 1, "nowhere.txt")
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_out_of_memory_in_the_compiler_is_no_failure_of_it(script, source, monke
     torch._dynamo.reset()
     monkeypatch.setattr("sys.argv", [script, *map(str, words)])
     said = "torch.compile failed: NotImplementedError: no such kernel"
-    line = load(script).explain(raised.value)
+    line = load(script).exit_message(raised.value)
     assert line.startswith(f"{script}: error: {'out of memory with B 1 and T 8: ' if source else said}")
 
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import RUNGS, commit_all, copy_project, since
 
 SCRIPTS = list(RUNGS)
-SHARED = "# of tokens\n", "# one row for each token of the vocabulary\n"  # a line that all scripts have
+SHARED = "# token embeddings\n", "# one row for each token of the vocabulary\n"  # a line that all scripts have
 GONE = "att = q @ k", "att = k @ q"  # a line that rung 06 takes out
 
 
@@ -175,7 +175,7 @@ def test_an_edit_that_was_carried_is_corrected_by_restoring_the_others(clone):
 
 
 def test_a_docstring_stays_at_home(clone):
-    clone.edit("baseline.py", "the foot of the ladder", "the ground")
+    clone.edit("baseline.py", "the start of the ladder", "the ground")
     assert "nothing to carry" in clone.propagate("baseline.py").stdout
     clone.edit("baseline.py", *SHARED)
     clone.edit(SCRIPTS[3], "Rung 03", "Step 03")  # work of its own, and nobody else's

@@ -164,7 +164,7 @@ def test_what_a_gpu_does_not_have_is_said_in_a_line_and_left_out(script):
             printed = play(script, *words, device="cuda")
         assert printed.count("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later\n") == count
         bf16 = script in since(3, among=list(RUNGS)) and script != FP16
-        assert printed.count("no bf16 here: it takes compute capability 8.0 or later") == count * bf16
+        assert printed.count("no bf16 here: it takes an NVIDIA GPU of compute capability 8.0 or later") == count * bf16
 
 
 @pytest.mark.parametrize("script", LOOPS)

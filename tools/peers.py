@@ -182,7 +182,7 @@ def main():
         if isinstance(error, torch._dynamo.exc.TorchDynamoException):
             sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
         raise
-    rung.summary(report.times, tokens, device)
+    rung.print_summary(report.times, tokens, device)
 
 
 if __name__ == "__main__":
