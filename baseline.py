@@ -113,20 +113,20 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     @classmethod
-    def from_pretrained(cls, name_or_dir):
+    def from_pretrained(cls, source):
         """Load GPT-2 in Hugging Face format, from a folder or from the hub. Raises UserError for any other model."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
-        from transformers import GPT2LMHeadModel
-
         try:
-            options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-            hf, info = GPT2LMHeadModel.from_pretrained(name_or_dir, **options)
+            from transformers import GPT2LMHeadModel
+
+            hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True)
         except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
-            tried = "" if Path(name_or_dir).exists() else "there is no such folder, and the Hugging Face hub failed: "
-            raise UserError(f"{name_or_dir}: {tried}{error}") from None
+            tried = "" if Path(source).exists() else "there is no such folder, and the Hugging Face hub failed: "
+            raise UserError(f"{source}: {tried}{error}") from None
         c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
-        if bad_keys or not c.tie_word_embeddings or (c.vocab_size, c.n_positions) != (50257, 1024):
-            raise UserError(f"{name_or_dir}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
+        shape = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
+        if bad_keys or not c.tie_word_embeddings or shape != (50257, 1024, 4 * c.n_embd, False):
+            raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -231,13 +231,12 @@ def main():
 
 def print_header(args, model, loader):
     """Print the device, the model, the batch size and the length of the text."""
-    device = torch.device(args.device)
     if (args.model, args.device) == ("nano", "cpu"):
         print("nano, 4 layers and 128 wide, is the default model on a CPU; --model gpt2 trains GPT-2")
-    module = torch.get_device_module(device)
-    chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
+    module = torch.get_device_module(args.device)
+    chip = module.get_device_name(args.device) if hasattr(module, "get_device_name") else platform.machine()
     name, size = args.init_from or args.model, sum(p.numel() for p in model.parameters())
-    print(f"device {device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters", end=" ")
+    print(f"device {args.device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters", end=" ")
     print(f"| B {loader.B} T {loader.T}\nloaded {len(loader.tokens)} tokens")
     print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches")
 
@@ -255,7 +254,7 @@ def print_summary(times, tokens_per_step, device):
         median = float(np.median(times[first:]))
         print(f"median of steps {first}-{len(times) - 1}: {1000 * median:.2f} ms", end=", ")
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-        print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""))
+        print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""), flush=True)
 
 
 class UserError(ValueError):
@@ -265,7 +264,8 @@ class UserError(ValueError):
 def exit_message(error):
     """One line for sys.exit() about an error that the user can fix. Any other error is raised again."""
     text = " ".join(str(error).split())
-    if any(words in text for words in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
+    no_memory = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
+    if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left

@@ -128,20 +128,20 @@ class GPT(nn.Module):
         return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     @classmethod
-    def from_pretrained(cls, name_or_dir):
+    def from_pretrained(cls, source):
         """Load GPT-2 in Hugging Face format, from a folder or from the hub. Raises UserError for any other model."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
-        from transformers import GPT2LMHeadModel
-
         try:
-            options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-            hf, info = GPT2LMHeadModel.from_pretrained(name_or_dir, **options)
+            from transformers import GPT2LMHeadModel
+
+            hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True)
         except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
-            tried = "" if Path(name_or_dir).exists() else "there is no such folder, and the Hugging Face hub failed: "
-            raise UserError(f"{name_or_dir}: {tried}{error}") from None
+            tried = "" if Path(source).exists() else "there is no such folder, and the Hugging Face hub failed: "
+            raise UserError(f"{source}: {tried}{error}") from None
         c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
-        if bad_keys or not c.tie_word_embeddings or (c.vocab_size, c.n_positions) != (50257, 1024):
-            raise UserError(f"{name_or_dir}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
+        shape = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
+        if bad_keys or not c.tie_word_embeddings or shape != (50257, 1024, 4 * c.n_embd, False):
+            raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
         for name in ("transformer.wte.weight", "lm_head.weight"):  # pad with the mean: logits of 0 would beat GPT-2's
@@ -288,6 +288,9 @@ def parse_args():
     parser.add_argument("--hellaswag", metavar="FILE.jsonl", help="or its name on the hub, Rowan/hellaswag")
     parser.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
     args = parser.parse_args()
+    if args.device not in devices:
+        found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
+        parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
     if args.resume and not args.checkpoint_dir:
         parser.error("--resume needs --checkpoint-dir")
     args.ddp = bool({"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys())  # torchrun sets them in each process
@@ -298,9 +301,6 @@ def parse_args():
         args.device = f"{accelerator}:{os.environ.get('LOCAL_RANK', args.rank)}"
         if args.device not in devices:
             parser.error(f"there is no {args.device} for rank {args.rank}: lower --nproc_per_node")
-    if args.device not in devices:
-        found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
-        parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
     if not args.init_from and not args.model:
         args.model = "nano" if args.device == "cpu" else "gpt2"
     if args.seq_len is None:
@@ -473,13 +473,12 @@ def main():
 
 def print_header(args, model, loader):
     """Print the device, the model, the batch size and the length of the text."""
-    device = torch.device(args.device)
     if (args.model, args.device) == ("nano", "cpu"):
         print("nano, 4 layers and 128 wide, is the default model on a CPU; --model gpt2 trains GPT-2")
-    module = torch.get_device_module(device)
-    chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
+    module = torch.get_device_module(args.device)
+    chip = module.get_device_name(args.device) if hasattr(module, "get_device_name") else platform.machine()
     name, size = args.init_from or args.model, sum(p.numel() for p in model.parameters())
-    print(f"device {device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters", end=" ")
+    print(f"device {args.device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters", end=" ")
     print(f"| B {loader.B} T {loader.T}\nloaded {loader.size} tokens, and {len(loader.validation)} for validation")
     print(f"1 epoch = {loader.size // (loader.B * loader.T * args.world_size)} batches")
     accumulation = args.total_batch_size // (loader.B * loader.T * args.world_size)
@@ -500,7 +499,7 @@ def print_summary(times, tokens_per_step, device, start):
         median = float(np.median(times[first:]))
         print(f"median of steps {start + first}-{start + len(times) - 1}: {1000 * median:.2f} ms", end=", ")
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-        print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""))
+        print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""), flush=True)
 
 
 def save_checkpoint(folder, keep, checkpoint):
@@ -544,7 +543,8 @@ class UserError(ValueError):
 def exit_message(error):
     """One line for sys.exit() about an error that the user can fix. Any other error is raised again."""
     text = " ".join(str(error).split())
-    if any(words in text for words in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
+    no_memory = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
+    if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.TorchDynamoException):
@@ -552,11 +552,11 @@ def exit_message(error):
     elif isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
         return 1
-    elif isinstance(error, dist.DistError) or "/gloo/" in text:
+    elif isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text):
         time.sleep(5)  # torchrun names the rank that ends first: let it be the one that failed
         text = f"rank {os.environ.get('RANK')} lost another, whose error is the one to read: {text}"
     elif isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):  # torch.save met a full disk
-        text = str(error.__context__)
+        text = f"{parse_args().checkpoint_dir}: {error.__context__}"
     elif not isinstance(error, (OSError, ValueError)):
         raise error
     return f"{Path(sys.argv[0]).name}: error: {text}"

@@ -82,6 +82,7 @@ def test_a_gpu_is_measured_in_the_types_that_it_multiplies_in_and_in_no_emulated
     cuda, said = torch.device("cuda"), io.StringIO()
     with made_up_gpu(None, capability), contextlib.redirect_stdout(said):
         assert roof.precisions(cuda) == found
+        assert "bf16" not in roof.precisions(torch.device("mps"))  # rung 03 uses none there
         monkeypatch.setattr(bench, "ATTENTION", {})
         monkeypatch.setattr("sys.argv", ["attention_bench.py", "--seq-lens", "8"])
         bench.main()

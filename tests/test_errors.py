@@ -12,6 +12,7 @@ from conftest import EAGER, ROOT, RUNGS, SCRIPTS, load, play, since, versions
 
 WRONG = {
     "no such file": (["--data", "nowhere.txt"], "nowhere.txt"),
+    "named like an error": (["--data", "x/gloo/out of memory"], "(?<!read: )x/gloo/out of .*No such"),
     "a folder": (["--data", "."], "directory"),
     "empty": (["--data", "empty.txt"], "0 tokens, but B 4.* T 128.* need 513"),
     "too short": (["--data", "short.txt"], "10 tokens, but B 4.* T 128.* need 513"),
@@ -68,6 +69,11 @@ def test_bad_input(script, case, folder, monkeypatch, refused):
     arguments, pattern = (WRONG | WRONG_TOTAL)[case]
     monkeypatch.chdir(folder)
     refused(script, "--steps", 1, *arguments, says=pattern)
+
+
+def test_a_missing_gpu_is_called_that_under_torchrun_too(monkeypatch, refused):
+    monkeypatch.setenv("RANK", "0")
+    refused("ddp_run.py", "--device", "cuda:99", says="cuda:99: PyTorch .* finds only .*cpu")
 
 
 @pytest.mark.parametrize("script", ["baseline.py", "ddp_run.py", "pretrain/train.py"])

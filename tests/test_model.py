@@ -6,6 +6,7 @@ model and optimizer.
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -255,12 +256,18 @@ def test_a_damaged_folder_is_one_clear_error(refused, tmp_path, damage):
 
 def test_weights_that_do_not_fit_are_one_clear_error(refused, tmp_path, checkpoint):
     refused("baseline.py", "--model", "nano", "--init-from", checkpoint[0], says=".*--model")
-    other = {"vocab_size": 1000}, {"tie_word_embeddings": False}, {"n_positions": 64}
+    other = [{"vocab_size": 1000}, {"tie_word_embeddings": False}, {"n_positions": 64}]
+    other += [{"n_inner": 64}, {"add_cross_attention": True}]
     for number, config in enumerate(other):
         folder = save_gpt2(tmp_path / str(number), **config)[0]
         for script in ("baseline.py", "speedup_07_vocab_pad.py"):
             refused(script, "--init-from", folder, says=f"{folder}: not GPT-2 .*1024 positions and tied head")
     refused("baseline.py", "--init-from", ROOT / "tests", says=f"{ROOT / 'tests'}: ")
+
+
+def test_a_missing_transformers_is_one_clear_error(refused, checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    refused("baseline.py", "--init-from", checkpoint[0], says=f"{checkpoint[0]}: .*transformers")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "../no/such/folder"])

@@ -175,7 +175,9 @@ def test_of_two_gpus_the_one_that_was_asked_for_is_used_and_named(script, monkey
     words = "--model", "nano", "--steps", 1, "--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md"
     words += ("--total-batch-size", 8) if script in ACCUMULATE else ()
     with made_up_gpu(None, T4, A100), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_name", lambda device: used.append(device) or f"GPU {device.index}")
+        patch.setattr(
+            torch.cuda, "get_device_name", lambda device: used.append(device) or f"GPU {torch.device(device).index}"
+        )
         patch.setattr(torch.cuda, "max_memory_allocated", lambda device: used.append(device) or 2**30)
         patch.setattr(torch.accelerator, "synchronize", used.append)
         printed = play(script, *words, device="cuda:1")

@@ -41,10 +41,10 @@ def products(config, tokens, square):
 
 def precisions(device):
     """Those that the scripts use on this device. An x86 CPU without AVX-512 takes minutes for a product in 16 bits."""
-    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return ["float32"]
+    if device.type == "cpu":
+        return ["float32", "bf16", "fp16"] if torch.backends.cpu.get_cpu_capability() == "AVX512" else ["float32"]
     if device.type != "cuda":
-        return ["float32", "bf16", "fp16"]
+        return ["float32", "fp16"]
     capability = torch.cuda.get_device_capability(device)
     least = {"float32": (0, 0), "fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
     return [precision for precision, needs in least.items() if capability >= needs]
