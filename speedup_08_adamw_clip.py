@@ -222,7 +222,7 @@ def main():
     model.to(device)
     model.compile(mode=args.compile_mode)
     print("compiling: the first step takes about a minute", flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), eps=1e-8)  # beta2 was 0.999
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95))  # beta2 was 0.999
     times = []  # seconds per step
     try:
         for step in range(args.steps):

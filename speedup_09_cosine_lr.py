@@ -229,7 +229,7 @@ def main():
     model.to(device)
     model.compile(mode=args.compile_mode)
     print("compiling: the first step takes about a minute", flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-8)  # the loop sets lr
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))  # the loop sets lr
     times = []  # seconds per step
     try:
         for step in range(args.steps):

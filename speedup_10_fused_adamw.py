@@ -1,9 +1,9 @@
-"""Rung 10, fused AdamW (speed): one kernel does the whole update, and only matrices decay.
+"""Rung 10, fused AdamW (speed): one pass over memory updates everything, and only matrices decay.
 
-fused=True is for speed. By default, AdamW on a GPU launches a kernel for each operation of its formula. The fused one
-reads weights, gradients and both moments once and writes all but the gradients once: 7 float32 arrays of 124M, 3.5 GB.
-The two parameter groups are for quality: until now all parameters decayed at PyTorch's default of 0.01; now matrices,
-embeddings included, decay at 0.1, and biases and LayerNorm parameters do not.
+fused=True is for speed. By default, AdamW on a GPU launches kernels for each operation of its formula, each of which
+reads and writes memory. A fused kernel reads weights, gradients and both moments once and writes all but the gradients
+once: 7 float32 arrays of 124M, 3.5 GB. The two parameter groups are for quality: all parameters decayed at PyTorch's
+default of 0.01; now matrices, embeddings included, decay at 0.1, and biases and LayerNorm parameters do not.
 
 When it does not help: large batches, where the optimizer is a small share of the step.
 
@@ -117,7 +117,7 @@ class GPT(nn.Module):
         decay = [p for p in self.parameters() if p.dim() >= 2]
         no_decay = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
     @classmethod
     def from_pretrained(cls, source):

@@ -122,7 +122,7 @@ class GPT(nn.Module):
         decay = [p for p in self.parameters() if p.dim() >= 2]
         no_decay = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
     @classmethod
     def from_pretrained(cls, source):
