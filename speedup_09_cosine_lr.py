@@ -4,8 +4,8 @@ The warm-up raises the learning rate over 10 steps, while AdamW's averages rest 
 6e-4, twice the rate before and GPT-3's for this size (with batches of 0.5M tokens). The cosine lowers it to about a
 tenth by the last step, so that training settles.
 
-When it does not help: it makes no step faster. The schedule stretches over --steps: a run of 300 steps that is stopped
-at 50 has not been a run of 50 steps.
+When it does not help: it makes no step faster. The schedule stretches over --steps, so the first 50 steps of a run of
+300 differ from a run of 50.
 
     make diff-09    shows what this file changes
 """
@@ -129,7 +129,7 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad with the mean: logits of 0 would beat GPT-2's
+        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad with the mean: zeros would outscore real tokens
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
             state[name] = torch.cat([state[name], padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))

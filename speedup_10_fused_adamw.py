@@ -2,8 +2,8 @@
 
 fused=True is for speed. By default, AdamW on a GPU launches kernels for each operation of its formula, each of which
 reads and writes memory. A fused kernel reads weights, gradients and both moments once and writes all but the gradients
-once: 7 float32 arrays of 124M, 3.5 GB. The two parameter groups are for quality: all parameters decayed at PyTorch's
-default of 0.01; now matrices, embeddings included, decay at 0.1, and biases and LayerNorm parameters do not.
+once: 7 float32 arrays of 124M, 3.5 GB. The two parameter groups are for quality: so far, everything decayed at
+PyTorch's default of 0.01; now matrices and embeddings decay at 0.1, and biases and LayerNorm parameters do not.
 
 When it does not help: large batches, where the optimizer is a small share of the step.
 
@@ -136,7 +136,7 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad with the mean: logits of 0 would beat GPT-2's
+        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad with the mean: zeros would outscore real tokens
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
             state[name] = torch.cat([state[name], padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))

@@ -144,7 +144,7 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad with the mean: logits of 0 would beat GPT-2's
+        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad with the mean: zeros would outscore real tokens
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
             state[name] = torch.cat([state[name], padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
