@@ -1,9 +1,10 @@
 """Rung 06, flash attention (speed): the attention scores never reach the GPU's main memory.
 
 Written out, attention writes the scores (B, n_head, T, T) to memory and reads them back several times. At B 4 and
-T 1024 they take 201 MB per layer in float32. The fused kernel (FlashAttention, Dao et al. 2022) works on one tile of
-the scores at a time on the chip, skips the tiles that the mask would hide, and recomputes the scores in the backward
-pass instead of storing them. That is extra arithmetic but far less memory traffic, and less memory in use.
+T 1024 the softmax, which autocast runs in float32, writes 201 MB per layer. The fused kernel (FlashAttention, Dao et
+al. 2022) holds one tile of the scores at a time on the chip, with a running maximum and sum per row for the softmax.
+is_causal=True replaces the mask, and tiles that lie wholly behind it are skipped. The backward pass computes the scores
+again instead of storing them. The extra arithmetic costs less than the memory traffic it saves.
 
 When it does not help: short sequences. The scores grow with T * T, everything else with T.
 

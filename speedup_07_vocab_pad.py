@@ -1,9 +1,10 @@
 """Rung 07, vocabulary padding (speed): 50304 tokens instead of 50257.
 
 The logits (B * T, vocab_size) come from the model's largest matmul, and matmul kernels are fastest when every row
-starts at an aligned address. A row of 50257 bf16 numbers is 100,514 bytes, not a multiple of 16, which can force a
-slower kernel; 50304 is 393 * 128. The 47 extra tokens never occur in the text, so the model learns to give them almost
-no probability. The larger matrices draw other initial weights, so the losses differ from those of rung 06.
+starts at a multiple of 16 bytes. A row of 50257 bf16 numbers is 100,514 bytes, which is no such multiple and can force
+a slower kernel. Any multiple of 8 numbers would align the rows; 50304, 393 * 128, also fills the kernel's tiles. The 47
+extra tokens never occur in the text, so the model learns to give them almost no probability. The larger matrix takes
+more random numbers, which shifts all that are drawn after it, so the losses differ from those of rung 06.
 
 When it does not help: some versions of cuBLAS, and the compiler, pad odd sizes themselves.
 
@@ -129,9 +130,9 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad with the mean: zeros would outscore real tokens
+        for name in ("transformer.wte.weight", "lm_head.weight"):  # the tied matrix has two names
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
-            state[name] = torch.cat([state[name], padding])
+            state[name] = torch.cat([state[name], padding])  # not zeros: GPT-2's logits are mostly far below 0
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
         model.load_state_dict(state)
         return model

@@ -1,9 +1,9 @@
 """Rung 08, beta2 and clipping (quality): AdamW adapts sooner, and one bad batch does less harm.
 
-Both settings are GPT-3's (Brown et al. 2020, appendix B). beta2 = 0.95 shortens AdamW's memory of squared gradients
-from about 1 / (1 - 0.999) = 1000 steps to 20, so that each parameter's step size adapts sooner. Clipping treats all
-gradients as one vector and, if its norm exceeds 1.0, scales it down to 1.0, so that one bad batch cannot dominate
-AdamW's averages.
+Both settings are GPT-3's (Brown et al. 2020, appendix B). AdamW divides each step by the root of an average of squared
+gradients, and an average with decay beta2 remembers about 1 / (1 - beta2) steps: 1000 at PyTorch's default of 0.999, 20
+at 0.95. The shorter memory follows the gradients sooner, but is noisier. Clipping treats all gradients as one vector
+and, if its norm exceeds 1.0, scales it down to 1.0, so that one bad batch cannot dominate AdamW's averages.
 
 When it does not help: it makes no step faster, and clipping takes a pass over the gradients. Both prepare for the
 larger learning rate of rung 09.
@@ -130,9 +130,9 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad with the mean: zeros would outscore real tokens
+        for name in ("transformer.wte.weight", "lm_head.weight"):  # the tied matrix has two names
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
-            state[name] = torch.cat([state[name], padding])
+            state[name] = torch.cat([state[name], padding])  # not zeros: GPT-2's logits are mostly far below 0
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
         model.load_state_dict(state)
         return model

@@ -1,8 +1,8 @@
 """Rung 09, learning-rate schedule (quality): a linear warm-up, then a cosine decay.
 
-The warm-up raises the learning rate over 10 steps, while AdamW's averages rest on few gradients. The peak can then be
-6e-4, twice the rate before and GPT-3's for this size (with batches of 0.5M tokens). The cosine lowers it to about a
-tenth by the last step, so that training settles.
+AdamW's averages are noisy while they rest on few gradients, so the warm-up raises the learning rate over 10 steps. The
+peak can then be 6e-4, twice the rate before: GPT-3's for this size, though for batches of 0.5M tokens, not of 4,096.
+The cosine lowers it to about a tenth by the last step: smaller steps average out the noise between batches.
 
 When it does not help: it makes no step faster. The schedule stretches over --steps, so the first 50 steps of a run of
 300 differ from a run of 50.
@@ -129,9 +129,9 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad with the mean: zeros would outscore real tokens
+        for name in ("transformer.wte.weight", "lm_head.weight"):  # the tied matrix has two names
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
-            state[name] = torch.cat([state[name], padding])
+            state[name] = torch.cat([state[name], padding])  # not zeros: GPT-2's logits are mostly far below 0
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
         model.load_state_dict(state)
         return model
@@ -176,7 +176,7 @@ class DataLoaderLite:
 def get_lr(step, steps, max_lr=6e-4, warmup_steps=10):
     """The learning rate at a step: linear warm-up, then a cosine (Loshchilov & Hutter 2017) to a tenth at `steps`."""
     if step < warmup_steps:
-        return max_lr * (step + 1) / warmup_steps
+        return max_lr * (step + 1) / warmup_steps  # + 1, or step 0 would change nothing
     progress = (step - warmup_steps) / (steps - warmup_steps)  # from 0 to just under 1
     return max_lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
@@ -229,7 +229,7 @@ def main():
     model.to(device)
     model.compile(mode=args.compile_mode)
     print("compiling: the first step takes about a minute", flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))  # the loop sets lr
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))  # the loop sets the learning rate
     times = []  # seconds per step
     try:
         for step in range(args.steps):

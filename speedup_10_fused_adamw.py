@@ -1,9 +1,9 @@
-"""Rung 10, fused AdamW (speed): one pass over memory updates everything, and only matrices decay.
+"""Rung 10, fused AdamW (speed): one pass over memory updates every weight; the decay groups are for quality.
 
-fused=True is for speed. By default, AdamW on a GPU launches kernels for each operation of its formula, each of which
-reads and writes memory. A fused kernel reads weights, gradients and both moments once and writes all but the gradients
-once: 7 float32 arrays of 124M, 3.5 GB. The two parameter groups are for quality: so far, everything decayed at
-PyTorch's default of 0.01; now matrices and embeddings decay at 0.1, and biases and LayerNorm parameters do not.
+fused=True is for speed: by default, AdamW runs kernels for each operation of its formula, and each reads and writes
+memory. A fused kernel reads weights, gradients and both averages once and writes all but the gradients: 4 reads and 3
+writes of 124M float32 numbers, 3.5 GB. The groups are for quality: so far, everything decayed at PyTorch's default of
+0.01; now matrices decay at 0.1, as in GPT-3, and biases and LayerNorm parameters, which only shift and scale, do not.
 
 When it does not help: large batches, where the optimizer is a small share of the step.
 
@@ -113,7 +113,7 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self):
-        """Fused AdamW. Matrices and embeddings decay, biases and LayerNorm parameters do not. The loop sets lr."""
+        """Fused AdamW. Only matrices (2-D) decay, biases and LayerNorm parameters (1-D) do not. The loop sets lr."""
         decay = [p for p in self.parameters() if p.dim() >= 2]
         no_decay = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
@@ -136,9 +136,9 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        for name in ("transformer.wte.weight", "lm_head.weight"):  # pad with the mean: zeros would outscore real tokens
+        for name in ("transformer.wte.weight", "lm_head.weight"):  # the tied matrix has two names
             padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
-            state[name] = torch.cat([state[name], padding])
+            state[name] = torch.cat([state[name], padding])  # not zeros: GPT-2's logits are mostly far below 0
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
         model.load_state_dict(state)
         return model
@@ -183,7 +183,7 @@ class DataLoaderLite:
 def get_lr(step, steps, max_lr=6e-4, warmup_steps=10):
     """The learning rate at a step: linear warm-up, then a cosine (Loshchilov & Hutter 2017) to a tenth at `steps`."""
     if step < warmup_steps:
-        return max_lr * (step + 1) / warmup_steps
+        return max_lr * (step + 1) / warmup_steps  # + 1, or step 0 would change nothing
     progress = (step - warmup_steps) / (steps - warmup_steps)  # from 0 to just under 1
     return max_lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
