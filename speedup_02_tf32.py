@@ -4,8 +4,9 @@ TF32 keeps float32's 8 exponent bits and rounds its 23 mantissa bits to 10. Only
 sums, and everything in memory, stay float32. According to NVIDIA's data sheet, an A100 multiplies 8 times as fast in
 TF32 as in float32 (156 and 19.5 TFLOP/s). A whole step gains less, because much of its time goes to moving data.
 
-When it does not help: GPUs before compute capability 8.0 (A100, RTX 30), and any that are not NVIDIA's. On these, and
-on a CPU, this rung says so and computes in float32.
+When it does not help: GeForce RTX 30 and 40 have the same peak in TF32 as in float32, according to NVIDIA. Older NVIDIA
+GPUs (before compute capability 8.0), Apple and Intel GPUs, and CPUs have no TF32. On these, this rung says so and
+computes in float32.
 
     make diff-02    shows what this file changes
 """
@@ -125,8 +126,8 @@ class GPT(nn.Module):
             tried = "" if Path(source).exists() else "there is no such folder, and the Hugging Face hub failed: "
             raise UserError(f"{source}: {tried}{error}") from None
         c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
-        shape = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
-        if bad_keys or not c.tie_word_embeddings or shape != (50257, 1024, 4 * c.n_embd, False):
+        found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
+        if bad_keys or not c.tie_word_embeddings or found != (50257, 1024, 4 * c.n_embd, False):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
@@ -163,7 +164,7 @@ class DataLoaderLite:
             raise UserError(f"{path}: {len(self.tokens)} tokens, but B {self.B} and T {self.T} need {need}")
 
     def next_batch(self):
-        """x and y, int64, (B, T) each, on the CPU. y is x shifted by one."""
+        """x and y, int64, (B, T) each, on the CPU. y holds the token that follows each token of x."""
         if self.position + self.B * self.T + 1 > len(self.tokens):
             self.position = 0
         tokens = torch.from_numpy(self.tokens[self.position : self.position + self.B * self.T + 1].astype(np.int64))
@@ -175,7 +176,7 @@ def parse_args():
     """The command line, with the defaults for this machine. A wrong argument ends the script with one line."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # keeps errors short
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
     weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
@@ -202,9 +203,9 @@ def main():
     args = parse_args()
     device, B, T = torch.device(args.device), args.batch_size, args.seq_len
     torch.use_deterministic_algorithms(device.type == "cpu")  # the same seed repeats the losses; slow on a GPU
-    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # or later
-    torch.set_float32_matmul_precision("high" if ampere else "highest")  # TF32, or plain float32
-    if not ampere:
+    ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # TF32, or plain float32
+    if not ampere_or_later:
         print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
 
     torch.manual_seed(args.seed)
@@ -240,9 +241,9 @@ def print_header(args, model, loader):
         print("nano, 4 layers and 128 wide, is the default model on a CPU; --model gpt2 trains GPT-2")
     module = torch.get_device_module(args.device)
     chip = module.get_device_name(args.device) if hasattr(module, "get_device_name") else platform.machine()
-    name, size = args.init_from or args.model, sum(p.numel() for p in model.parameters())
-    print(f"device {args.device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters", end=" ")
-    print(f"| B {loader.B} T {loader.T}\nloaded {len(loader.tokens)} tokens")
+    about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
+    print(f"device {args.device} ({chip}) | torch {torch.__version__} | {about} | B {loader.B} T {loader.T}")
+    print(f"loaded {len(loader.tokens)} tokens")
     print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches")
 
 
@@ -271,7 +272,7 @@ def exit_message(error):
     text = " ".join(str(error).split())
     no_memory = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
-        args = parse_args()
+        args = parse_args()  # once more, for B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits

@@ -1,8 +1,9 @@
 """Rung 04, residual init (quality): projections into the residual stream start smaller.
 
-Every block adds to the residual stream twice, so the variance of the stream would grow with depth. GPT-2 divides the
-initial weights of the layers that write into the stream, two per block, by sqrt(2 * n_layer) (Radford et al. 2019,
-section 2.3). With 12 layers their standard deviation is 0.02 / sqrt(24), about 0.004.
+Each block adds to the residual stream twice. The variances of these 2 * n_layer outputs add up, so the deeper the
+model, the larger the stream. GPT-2 divides the initial weights of the layers that write to the stream by
+sqrt(2 * n_layer), so that depth no longer matters (Radford et al. 2019, section 2.3). With 12 layers, these weights
+start with a standard deviation of 0.02 / sqrt(24), about 0.004.
 
 When it does not help: it makes no step faster. With --init-from it has no effect, because the loaded weights replace
 the initial ones.
@@ -128,8 +129,8 @@ class GPT(nn.Module):
             tried = "" if Path(source).exists() else "there is no such folder, and the Hugging Face hub failed: "
             raise UserError(f"{source}: {tried}{error}") from None
         c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
-        shape = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
-        if bad_keys or not c.tie_word_embeddings or shape != (50257, 1024, 4 * c.n_embd, False):
+        found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
+        if bad_keys or not c.tie_word_embeddings or found != (50257, 1024, 4 * c.n_embd, False):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
@@ -166,7 +167,7 @@ class DataLoaderLite:
             raise UserError(f"{path}: {len(self.tokens)} tokens, but B {self.B} and T {self.T} need {need}")
 
     def next_batch(self):
-        """x and y, int64, (B, T) each, on the CPU. y is x shifted by one."""
+        """x and y, int64, (B, T) each, on the CPU. y holds the token that follows each token of x."""
         if self.position + self.B * self.T + 1 > len(self.tokens):
             self.position = 0
         tokens = torch.from_numpy(self.tokens[self.position : self.position + self.B * self.T + 1].astype(np.int64))
@@ -178,7 +179,7 @@ def parse_args():
     """The command line, with the defaults for this machine. A wrong argument ends the script with one line."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # keeps errors short
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
     weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
@@ -205,11 +206,11 @@ def main():
     args = parse_args()
     device, B, T = torch.device(args.device), args.batch_size, args.seq_len
     torch.use_deterministic_algorithms(device.type == "cpu")  # the same seed repeats the losses; slow on a GPU
-    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # or later
-    torch.set_float32_matmul_precision("high" if ampere else "highest")  # TF32, or plain float32
-    if not ampere:
+    ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # TF32, or plain float32
+    if not ampere_or_later:
         print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
-    use_bf16 = ampere or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
+    use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
     if not use_bf16:
         print("no bf16 here: it takes an NVIDIA GPU of compute capability 8.0 or later, or a CPU with AVX-512")
 
@@ -247,9 +248,9 @@ def print_header(args, model, loader):
         print("nano, 4 layers and 128 wide, is the default model on a CPU; --model gpt2 trains GPT-2")
     module = torch.get_device_module(args.device)
     chip = module.get_device_name(args.device) if hasattr(module, "get_device_name") else platform.machine()
-    name, size = args.init_from or args.model, sum(p.numel() for p in model.parameters())
-    print(f"device {args.device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters", end=" ")
-    print(f"| B {loader.B} T {loader.T}\nloaded {len(loader.tokens)} tokens")
+    about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
+    print(f"device {args.device} ({chip}) | torch {torch.__version__} | {about} | B {loader.B} T {loader.T}")
+    print(f"loaded {len(loader.tokens)} tokens")
     print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches")
 
 
@@ -278,7 +279,7 @@ def exit_message(error):
     text = " ".join(str(error).split())
     no_memory = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
-        args = parse_args()
+        args = parse_args()  # once more, for B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits

@@ -1,12 +1,13 @@
 """Rung 06, flash attention (speed): the attention scores never reach the GPU's main memory.
 
 Written out, attention writes the scores (B, n_head, T, T) to memory and reads them back several times. At B 4 and
-T 1024 the softmax, which autocast runs in float32, writes 201 MB per layer. The fused kernel (FlashAttention, Dao et
-al. 2022) holds one tile of the scores at a time on the chip, with a running maximum and sum per row for the softmax.
-is_causal=True replaces the mask, and tiles that lie wholly behind it are skipped. The backward pass computes the scores
-again instead of storing them. The extra arithmetic costs less than the memory traffic it saves.
+T 1024, one bf16 copy of them is 101 MB per layer. The fused kernel (FlashAttention, Dao et al. 2022) holds one tile of
+the scores at a time on the chip. A running maximum and sum per row keep its softmax exact. With is_causal=True it skips
+tiles above the diagonal and needs no mask. The backward pass computes the scores again, so none are stored, and memory
+falls as well. The extra arithmetic takes less time than the memory traffic that it saves.
 
-When it does not help: short sequences. The scores grow with T * T, everything else with T.
+When it does not help: short sequences, because the memory for the scores grows with T * T, and all other activations
+with T. Without bf16 (rung 03), a GPU runs another fused kernel.
 
     make diff-06    shows what this file changes
 """
@@ -125,8 +126,8 @@ class GPT(nn.Module):
             tried = "" if Path(source).exists() else "there is no such folder, and the Hugging Face hub failed: "
             raise UserError(f"{source}: {tried}{error}") from None
         c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
-        shape = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
-        if bad_keys or not c.tie_word_embeddings or shape != (50257, 1024, 4 * c.n_embd, False):
+        found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
+        if bad_keys or not c.tie_word_embeddings or found != (50257, 1024, 4 * c.n_embd, False):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
@@ -163,7 +164,7 @@ class DataLoaderLite:
             raise UserError(f"{path}: {len(self.tokens)} tokens, but B {self.B} and T {self.T} need {need}")
 
     def next_batch(self):
-        """x and y, int64, (B, T) each, on the CPU. y is x shifted by one."""
+        """x and y, int64, (B, T) each, on the CPU. y holds the token that follows each token of x."""
         if self.position + self.B * self.T + 1 > len(self.tokens):
             self.position = 0
         tokens = torch.from_numpy(self.tokens[self.position : self.position + self.B * self.T + 1].astype(np.int64))
@@ -175,7 +176,7 @@ def parse_args():
     """The command line, with the defaults for this machine. A wrong argument ends the script with one line."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # keeps errors short
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
     weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
@@ -203,11 +204,11 @@ def main():
     args = parse_args()
     device, B, T = torch.device(args.device), args.batch_size, args.seq_len
     torch.use_deterministic_algorithms(device.type == "cpu")  # the same seed repeats the losses; slow on a GPU
-    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # or later
-    torch.set_float32_matmul_precision("high" if ampere else "highest")  # TF32, or plain float32
-    if not ampere:
+    ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # TF32, or plain float32
+    if not ampere_or_later:
         print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
-    use_bf16 = ampere or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
+    use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
     if not use_bf16:
         print("no bf16 here: it takes an NVIDIA GPU of compute capability 8.0 or later, or a CPU with AVX-512")
 
@@ -217,7 +218,7 @@ def main():
     print_header(args, model, loader)
 
     model.to(device)
-    model.compile(mode=args.compile_mode)
+    model.compile(mode=args.compile_mode)  # torch.compile in place; step 0 compiles
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     times = []  # seconds per step
@@ -247,9 +248,9 @@ def print_header(args, model, loader):
         print("nano, 4 layers and 128 wide, is the default model on a CPU; --model gpt2 trains GPT-2")
     module = torch.get_device_module(args.device)
     chip = module.get_device_name(args.device) if hasattr(module, "get_device_name") else platform.machine()
-    name, size = args.init_from or args.model, sum(p.numel() for p in model.parameters())
-    print(f"device {args.device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters", end=" ")
-    print(f"| B {loader.B} T {loader.T}\nloaded {len(loader.tokens)} tokens")
+    about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
+    print(f"device {args.device} ({chip}) | torch {torch.__version__} | {about} | B {loader.B} T {loader.T}")
+    print(f"loaded {len(loader.tokens)} tokens")
     print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches")
 
 
@@ -278,9 +279,9 @@ def exit_message(error):
     text = " ".join(str(error).split())
     no_memory = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
-        args = parse_args()
+        args = parse_args()  # once more, for B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, torch._dynamo.exc.TorchDynamoException):
+    elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # the compiler's own, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
     elif isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits

@@ -4,9 +4,9 @@ The logits (B * T, vocab_size) come from the model's largest matmul, and matmul 
 starts at a multiple of 16 bytes. A row of 50257 bf16 numbers is 100,514 bytes, which is no such multiple and can force
 a slower kernel. Any multiple of 8 numbers would align the rows; 50304, 393 * 128, also fills the kernel's tiles. The 47
 extra tokens never occur in the text, so the model learns to give them almost no probability. The larger matrix takes
-more random numbers, which shifts all that are drawn after it, so the losses differ from those of rung 06.
+more random numbers, so most weights start with other values, and the losses differ from those of rung 06.
 
-When it does not help: some versions of cuBLAS, and the compiler, pad odd sizes themselves.
+When it does not help: the compiler (rung 05) may pad a matmul itself, and newer versions of cuBLAS handle any size.
 
     make diff-07    shows what this file changes
 """
@@ -125,14 +125,14 @@ class GPT(nn.Module):
             tried = "" if Path(source).exists() else "there is no such folder, and the Hugging Face hub failed: "
             raise UserError(f"{source}: {tried}{error}") from None
         c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
-        shape = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
-        if bad_keys or not c.tie_word_embeddings or shape != (50257, 1024, 4 * c.n_embd, False):
+        found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
+        if bad_keys or not c.tie_word_embeddings or found != (50257, 1024, 4 * c.n_embd, False):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        for name in ("transformer.wte.weight", "lm_head.weight"):  # the tied matrix has two names
-            padding = state[name].mean(dim=0).expand(GPTConfig.vocab_size - 50257, -1)
-            state[name] = torch.cat([state[name], padding])  # not zeros: GPT-2's logits are mostly far below 0
+        wte = state["transformer.wte.weight"]  # padded with its mean: zeros would give logit 0, above most of GPT-2's
+        padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
+        state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
         model.load_state_dict(state)
         return model
@@ -166,7 +166,7 @@ class DataLoaderLite:
             raise UserError(f"{path}: {len(self.tokens)} tokens, but B {self.B} and T {self.T} need {need}")
 
     def next_batch(self):
-        """x and y, int64, (B, T) each, on the CPU. y is x shifted by one."""
+        """x and y, int64, (B, T) each, on the CPU. y holds the token that follows each token of x."""
         if self.position + self.B * self.T + 1 > len(self.tokens):
             self.position = 0
         tokens = torch.from_numpy(self.tokens[self.position : self.position + self.B * self.T + 1].astype(np.int64))
@@ -178,7 +178,7 @@ def parse_args():
     """The command line, with the defaults for this machine. A wrong argument ends the script with one line."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # keeps errors short
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
     weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
@@ -206,11 +206,11 @@ def main():
     args = parse_args()
     device, B, T = torch.device(args.device), args.batch_size, args.seq_len
     torch.use_deterministic_algorithms(device.type == "cpu")  # the same seed repeats the losses; slow on a GPU
-    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # or later
-    torch.set_float32_matmul_precision("high" if ampere else "highest")  # TF32, or plain float32
-    if not ampere:
+    ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # TF32, or plain float32
+    if not ampere_or_later:
         print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
-    use_bf16 = ampere or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
+    use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
     if not use_bf16:
         print("no bf16 here: it takes an NVIDIA GPU of compute capability 8.0 or later, or a CPU with AVX-512")
 
@@ -220,7 +220,7 @@ def main():
     print_header(args, model, loader)
 
     model.to(device)
-    model.compile(mode=args.compile_mode)
+    model.compile(mode=args.compile_mode)  # torch.compile in place; step 0 compiles
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     times = []  # seconds per step
@@ -250,9 +250,9 @@ def print_header(args, model, loader):
         print("nano, 4 layers and 128 wide, is the default model on a CPU; --model gpt2 trains GPT-2")
     module = torch.get_device_module(args.device)
     chip = module.get_device_name(args.device) if hasattr(module, "get_device_name") else platform.machine()
-    name, size = args.init_from or args.model, sum(p.numel() for p in model.parameters())
-    print(f"device {args.device} ({chip}) | torch {torch.__version__} | {name} {size:,} parameters", end=" ")
-    print(f"| B {loader.B} T {loader.T}\nloaded {len(loader.tokens)} tokens")
+    about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
+    print(f"device {args.device} ({chip}) | torch {torch.__version__} | {about} | B {loader.B} T {loader.T}")
+    print(f"loaded {len(loader.tokens)} tokens")
     print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches")
 
 
@@ -281,9 +281,9 @@ def exit_message(error):
     text = " ".join(str(error).split())
     no_memory = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
-        args = parse_args()
+        args = parse_args()  # once more, for B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, torch._dynamo.exc.TorchDynamoException):
+    elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # the compiler's own, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
     elif isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits

@@ -127,7 +127,7 @@ def main():
     except RuntimeError as error:
         if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
             sys.exit(f"{parser.prog}: error: out of memory: lower --batch-tokens")
-        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        if isinstance(error, torch._dynamo.exc.ShortenTraceback):
             sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
         raise
     print(

@@ -159,6 +159,19 @@ def test_out_of_memory_in_the_compiler_is_no_failure_of_it(script, source, monke
     assert line.startswith(f"{script}: error: {'out of memory with B 1 and T 8: ' if source else said}")
 
 
+@pytest.mark.parametrize("script", ["speedup_05_compile.py", "ddp_run.py"])
+def test_a_bug_in_a_compiled_model_keeps_its_traceback(script, monkeypatch):
+    """Whoever forks a script sees where it fails: only the compiler's own errors become one line."""
+    monkeypatch.setattr(load(script).MLP, "forward", lambda self, x: self.c_fc(self.c_fc(x)))
+    words = ["--data", ROOT / "README.md", "--batch-size", 1, "--seq-len", 8]
+    words += ["--total-batch-size", 8] if script == "ddp_run.py" else []
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException) as raised:
+        play(script, *words, compiled=True)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        load(script).exit_message(raised.value)
+
+
 @pytest.mark.slow
 def test_no_compiler(run, tmp_path):
     done = run(
