@@ -1,8 +1,8 @@
 """GPT-2 (124M) trained in plain float32: the start of the ladder.
 
-Nothing here is optimized: attention is spelled out, weights and activations are float32, and AdamW has PyTorch's
-defaults except for the learning rate. Until rung 01 the output head has a matrix of its own, so this file trains 163M
-parameters. Before training, the loss is near 11: a uniform guess has ln(50257) = 10.82.
+Nothing here is optimized: attention is written out, weights and activations are float32, and AdamW has PyTorch's
+defaults except for the learning rate. Until speedup_01 the output head has a matrix of its own, which makes
+163M parameters. Before training, the loss is near 11: a uniform guess has ln(50257) = 10.82.
 
 Each speedup_NN_*.py is the file before it plus ONE idea: for speed, for memory, or for what is learned.
 
@@ -123,7 +123,7 @@ class GPT(nn.Module):
         except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
             tried = "" if Path(source).exists() else "there is no such folder, and the Hugging Face hub failed: "
             raise UserError(f"{source}: {tried}{error}") from None
-        c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
+        c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
         found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
         if bad_keys or not c.tie_word_embeddings or found != (50257, 1024, 4 * c.n_embd, False):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
@@ -264,7 +264,7 @@ class UserError(ValueError):
 def exit_message(error):
     """One line for sys.exit() about an error that the user can fix. Any other error is raised again."""
     text = " ".join(str(error).split())
-    no_memory = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
+    no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # once more, for B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"

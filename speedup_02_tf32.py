@@ -4,9 +4,8 @@ TF32 keeps float32's 8 exponent bits and rounds its 23 mantissa bits to 10. Only
 sums, and everything in memory, stay float32. According to NVIDIA's data sheet, an A100 multiplies 8 times as fast in
 TF32 as in float32 (156 and 19.5 TFLOP/s). A whole step gains less, because much of its time goes to moving data.
 
-When it does not help: GeForce RTX 30 and 40 have the same peak in TF32 as in float32, according to NVIDIA. Older NVIDIA
-GPUs (before compute capability 8.0), Apple and Intel GPUs, and CPUs have no TF32. On these, this rung says so and
-computes in float32.
+When it does not help: GeForce RTX 30 and 40 have the same peak in TF32 as in float32, according to NVIDIA. On NVIDIA
+GPUs before compute capability 8.0, on Apple and Intel GPUs, and on CPUs, this rung prints a line and uses float32.
 
     make diff-02    shows what this file changes
 """
@@ -125,7 +124,7 @@ class GPT(nn.Module):
         except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
             tried = "" if Path(source).exists() else "there is no such folder, and the Hugging Face hub failed: "
             raise UserError(f"{source}: {tried}{error}") from None
-        c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
+        c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
         found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
         if bad_keys or not c.tie_word_embeddings or found != (50257, 1024, 4 * c.n_embd, False):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
@@ -206,7 +205,7 @@ def main():
     ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # TF32, or plain float32
     if not ampere_or_later:
-        print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
+        print("no TF32 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later")
 
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
@@ -270,7 +269,7 @@ class UserError(ValueError):
 def exit_message(error):
     """One line for sys.exit() about an error that the user can fix. Any other error is raised again."""
     text = " ".join(str(error).split())
-    no_memory = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
+    no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # once more, for B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"

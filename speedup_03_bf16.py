@@ -1,12 +1,12 @@
 """Rung 03, bf16 (speed): autocast runs the matmuls in bfloat16.
 
-A bfloat16 is the upper half of a float32. It keeps all 8 exponent bits, so small gradients do not become 0 as in
-float16, and 7 of the 23 mantissa bits. Autocast gives each matmul bf16 copies of its inputs. The matmul reads and
+A bfloat16 is the upper half of a float32. It keeps 7 of the 23 mantissa bits and all 8 exponent bits, so small
+gradients do not become 0 as in float16. Autocast gives each matmul bf16 copies of its inputs. The matmul reads and
 writes half as many bytes, and tensor cores multiply bf16 twice as fast as TF32: 312 and 156 TFLOP/s on an A100,
 according to its data sheet. Weights, their gradients, the residual stream, LayerNorm and the loss stay float32.
 
-When it does not help: NVIDIA GPUs older than the A100 and RTX 30, and CPUs without AVX-512, only emulate bf16. On
-these, and on Apple and Intel GPUs, this rung says so and computes as rung 02 does.
+When it does not help: NVIDIA GPUs before compute capability 8.0 and many CPUs only emulate bf16. This rung uses it on
+newer NVIDIA GPUs and on CPUs with AVX-512; elsewhere it prints a line and computes as rung 02 does.
 
     make diff-03    shows what this file changes
 """
@@ -125,7 +125,7 @@ class GPT(nn.Module):
         except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
             tried = "" if Path(source).exists() else "there is no such folder, and the Hugging Face hub failed: "
             raise UserError(f"{source}: {tried}{error}") from None
-        c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
+        c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
         found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
         if bad_keys or not c.tie_word_embeddings or found != (50257, 1024, 4 * c.n_embd, False):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
@@ -206,10 +206,10 @@ def main():
     ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # TF32, or plain float32
     if not ampere_or_later:
-        print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
+        print("no TF32 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later")
     use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
     if not use_bf16:
-        print("no bf16 here: it takes an NVIDIA GPU of compute capability 8.0 or later, or a CPU with AVX-512")
+        print("no bf16 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later, and with AVX-512")
 
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
@@ -274,7 +274,7 @@ class UserError(ValueError):
 def exit_message(error):
     """One line for sys.exit() about an error that the user can fix. Any other error is raised again."""
     text = " ".join(str(error).split())
-    no_memory = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
+    no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # once more, for B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"

@@ -3,9 +3,9 @@
 Eager PyTorch runs a kernel for each operation, and each kernel reads its input from memory and writes its output back:
 at B 4 and T 1024, every float32 activation (B, T, C) is 12.6 MB. The compiler fuses chains of element-wise operations,
 so that intermediate values stay on the chip, and removes most of the Python overhead. It compiles the forward and the
-backward pass; the optimizer still runs eagerly. It needs a C++ compiler for a CPU, or a C compiler for an NVIDIA GPU.
---compile-mode reduce-overhead records the kernels as a CUDA graph and replays them without Python; max-autotune also
-times several kernels for each matmul.
+backward pass; the optimizer still runs eagerly. Compiling needs a C++ compiler for a CPU, or a C compiler for an NVIDIA
+GPU. --compile-mode reduce-overhead records the kernels as a CUDA graph and replays them without Python; max-autotune
+also times several kernels for each matmul.
 
 When it does not help: in short runs, because step 0 waits for the compiler.
 
@@ -129,7 +129,7 @@ class GPT(nn.Module):
         except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
             tried = "" if Path(source).exists() else "there is no such folder, and the Hugging Face hub failed: "
             raise UserError(f"{source}: {tried}{error}") from None
-        c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
+        c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
         found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
         if bad_keys or not c.tie_word_embeddings or found != (50257, 1024, 4 * c.n_embd, False):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
@@ -211,10 +211,10 @@ def main():
     ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # TF32, or plain float32
     if not ampere_or_later:
-        print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
+        print("no TF32 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later")
     use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
     if not use_bf16:
-        print("no bf16 here: it takes an NVIDIA GPU of compute capability 8.0 or later, or a CPU with AVX-512")
+        print("no bf16 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later, and with AVX-512")
 
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
@@ -281,11 +281,11 @@ class UserError(ValueError):
 def exit_message(error):
     """One line for sys.exit() about an error that the user can fix. Any other error is raised again."""
     text = " ".join(str(error).split())
-    no_memory = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
+    no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # once more, for B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # the compiler's own, such as a missing g++
+    elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
     elif isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits

@@ -1,13 +1,14 @@
 """Rung 06, flash attention (speed): the attention scores never reach the GPU's main memory.
 
-Written out, attention writes the scores (B, n_head, T, T) to memory and reads them back several times. At B 4 and
-T 1024, one bf16 copy of them is 101 MB per layer. The fused kernel (FlashAttention, Dao et al. 2022) holds one tile of
-the scores at a time on the chip. A running maximum and sum per row keep its softmax exact. With is_causal=True it skips
-tiles above the diagonal and needs no mask. The backward pass computes the scores again, so none are stored, and memory
-falls as well. The extra arithmetic takes less time than the memory traffic that it saves.
+Until now, attention wrote the scores (B, n_head, T, T) to memory and read them back several times. At B 4 and T 1024,
+one bf16 copy of them is 101 MB per layer. The fused kernel (FlashAttention, Dao et al. 2022) holds one tile of the
+scores at a time on the chip. A running maximum and sum per row keep its softmax exact. The function divides by
+sqrt(head_size) itself, and is_causal=True replaces the mask and skips tiles above the diagonal. The backward pass
+computes the scores again, so none are stored, and memory falls as well. The extra arithmetic takes less time than the
+memory traffic that it saves.
 
-When it does not help: short sequences, because the memory for the scores grows with T * T, and all other activations
-with T. Without bf16 (rung 03), a GPU runs another fused kernel.
+When it does not help: short sequences. The scores grow with T * T and all other activations with T, so with a small T
+the scores cost little.
 
     make diff-06    shows what this file changes
 """
@@ -125,7 +126,7 @@ class GPT(nn.Module):
         except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
             tried = "" if Path(source).exists() else "there is no such folder, and the Hugging Face hub failed: "
             raise UserError(f"{source}: {tried}{error}") from None
-        c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
+        c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
         found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
         if bad_keys or not c.tie_word_embeddings or found != (50257, 1024, 4 * c.n_embd, False):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
@@ -207,10 +208,10 @@ def main():
     ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # TF32, or plain float32
     if not ampere_or_later:
-        print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
+        print("no TF32 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later")
     use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
     if not use_bf16:
-        print("no bf16 here: it takes an NVIDIA GPU of compute capability 8.0 or later, or a CPU with AVX-512")
+        print("no bf16 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later, and with AVX-512")
 
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
@@ -277,11 +278,11 @@ class UserError(ValueError):
 def exit_message(error):
     """One line for sys.exit() about an error that the user can fix. Any other error is raised again."""
     text = " ".join(str(error).split())
-    no_memory = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
+    no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # once more, for B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # the compiler's own, such as a missing g++
+    elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
     elif isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits

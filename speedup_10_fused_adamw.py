@@ -1,11 +1,11 @@
 """Rung 10, fused AdamW (speed): one pass over memory updates every weight; the decay groups are for quality.
 
-fused=True is for speed. By default, AdamW on a GPU runs separate kernels for each operation of its formula: 20 reads
-and writes per weight. A fused kernel needs 7: it reads weight, gradient and both averages and writes all but the
+fused=True is for speed. By default, AdamW on a GPU runs separate kernels for each operation of its formula: 20 memory
+accesses per weight. The fused kernel needs 7: it reads weight, gradient and both averages and writes all but the
 gradient. For 124M float32 weights that is 3.5 GB instead of 10. The groups are for quality. So far, everything decayed
 at PyTorch's default of 0.01. Now matrices decay at 0.1, as in GPT-3; biases and LayerNorm parameters do not decay.
 
-When it does not help: large batches, where the optimizer is a small share of the step. The decay shows in long runs.
+When it does not help: large batches, where the optimizer is a small share of the step. Decay needs long runs to show.
 
     make diff-10    shows what this file changes
 """
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 @dataclass
 class GPTConfig:
     block_size: int = 1024  # longest sequence, in tokens
-    vocab_size: int = 50304  # 256 bytes, 50,000 merges, <|endoftext|>, and 47 rows up to a multiple of 128
+    vocab_size: int = 50304  # 256 bytes, 50,000 merges, <|endoftext|>, and 47 unused, up to a multiple of 128
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -113,7 +113,7 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self):
-        """Fused AdamW. Only matrices (2-D) decay, biases and LayerNorm parameters (1-D) do not. The loop sets lr."""
+        """Fused AdamW. Only matrices (2-D) decay; biases and LayerNorm parameters (1-D) do not. The loop sets lr."""
         decay = [p for p in self.parameters() if p.dim() >= 2]
         no_decay = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
@@ -130,13 +130,13 @@ class GPT(nn.Module):
         except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
             tried = "" if Path(source).exists() else "there is no such folder, and the Hugging Face hub failed: "
             raise UserError(f"{source}: {tried}{error}") from None
-        c, bad_keys = hf.config, info["missing_keys"] or info["mismatched_keys"]
+        c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
         found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
         if bad_keys or not c.tie_word_embeddings or found != (50257, 1024, 4 * c.n_embd, False):
             raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        wte = state["transformer.wte.weight"]  # padded with its mean: zeros would give logit 0, above most of GPT-2's
+        wte = state["transformer.wte.weight"]  # the new rows are its mean: zeros would beat GPT-2's negative logits
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -223,10 +223,10 @@ def main():
     ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # TF32, or plain float32
     if not ampere_or_later:
-        print("no TF32 here: it takes an NVIDIA GPU of compute capability 8.0 or later")
+        print("no TF32 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later")
     use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
     if not use_bf16:
-        print("no bf16 here: it takes an NVIDIA GPU of compute capability 8.0 or later, or a CPU with AVX-512")
+        print("no bf16 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later, and with AVX-512")
 
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
@@ -297,11 +297,11 @@ class UserError(ValueError):
 def exit_message(error):
     """One line for sys.exit() about an error that the user can fix. Any other error is raised again."""
     text = " ".join(str(error).split())
-    no_memory = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
+    no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # once more, for B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # the compiler's own, such as a missing g++
+    elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
     elif isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
