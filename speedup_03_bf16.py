@@ -126,9 +126,10 @@ class GPT(nn.Module):
             tried = "" if Path(source).exists() else "there is no such folder, and the Hugging Face hub failed: "
             raise UserError(f"{source}: {tried}{error}") from None
         c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
-        found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.add_cross_attention
-        if bad_keys or not c.tie_word_embeddings or found != (50257, 1024, 4 * c.n_embd, False):
-            raise UserError(f"{source}: not GPT-2 with its 50257 tokens, 1024 positions and tied head")
+        found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.activation_function
+        variant = c.add_cross_attention or c.scale_attn_by_inverse_layer_idx or not c.tie_word_embeddings
+        if bad_keys or variant or found != (50257, 1024, 4 * c.n_embd, "gelu_new"):
+            raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -248,7 +249,7 @@ def print_header(args, model, loader):
     about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
     print(f"device {args.device} ({chip}) | torch {torch.__version__} | {about} | B {loader.B} T {loader.T}")
     print(f"loaded {len(loader.tokens)} tokens")
-    print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches")
+    print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches", flush=True)
 
 
 def synchronize(device):
@@ -272,24 +273,22 @@ class UserError(ValueError):
 
 
 def exit_message(error):
-    """One line for sys.exit() about an error that the user can fix. Any other error is raised again."""
+    """What to call sys.exit() with: one line if the user can fix the error, or 1. Raises any other error again."""
     text = " ".join(str(error).split())
     no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # once more, for B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
-        return 1
-    elif not isinstance(error, (OSError, UserError)):
+    elif isinstance(error, OSError) and not error.filename:  # stdout failed, and Python would try it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    return f"{Path(sys.argv[0]).name}: error: {text}"
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # a reader such as head has left, or Ctrl-C
+    return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt:  # Ctrl-C
-        sys.exit(1)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         sys.exit(exit_message(error))

@@ -1,5 +1,6 @@
 """A user's mistake gets one line on stderr, a non-zero exit status, and changes nothing."""
 
+import os
 import re
 import resource
 import shutil
@@ -91,6 +92,25 @@ def test_a_reader_that_leaves_ends_the_run_without_a_word(tmp_path):
     words = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (1, "", 5)
+
+
+@pytest.mark.parametrize("script", ["baseline.py", "ddp_run.py"])
+def test_a_full_disk_under_stdout_is_one_line(script, tmp_path):
+    words = [sys.executable, ROOT / script, "--batch-size", "1", "--seq-len", "8", "--device", "cpu", "--steps", "1"]
+    words += ["--total-batch-size", "8"] if script == "ddp_run.py" else []
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | EAGER
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, cwd=tmp_path, env=buffered, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, f"{script}: error: [Errno 28] No space left on device\n")
+
+
+def test_the_header_is_there_before_the_first_step_ends(tmp_path, run):
+    """Through a pipe as well, such as `| tee log`."""
+    text = (ROOT / "baseline.py").read_text(encoding="utf-8").replace("loss = model(x, y)", "os._exit(7)")
+    (tmp_path / "baseline.py").write_text(text, encoding="utf-8")
+    (tmp_path / "tokenizer").symlink_to(ROOT / "tokenizer")
+    done = run("baseline.py", "--data", ROOT / "README.md", "--device", "cpu", folder=tmp_path)
+    assert done.returncode == 7 and done.stdout.splitlines()[-1].startswith("1 epoch = ")
 
 
 @pytest.mark.slow

@@ -258,10 +258,11 @@ def test_weights_that_do_not_fit_are_one_clear_error(refused, tmp_path, checkpoi
     refused("baseline.py", "--model", "nano", "--init-from", checkpoint[0], says=".*--model")
     other = [{"vocab_size": 1000}, {"tie_word_embeddings": False}, {"n_positions": 64}]
     other += [{"n_inner": 64}, {"add_cross_attention": True}]
+    other += [{"activation_function": "relu"}, {"scale_attn_by_inverse_layer_idx": True}]
     for number, config in enumerate(other):
         folder = save_gpt2(tmp_path / str(number), **config)[0]
         for script in ("baseline.py", "speedup_07_vocab_pad.py"):
-            refused(script, "--init-from", folder, says=f"{folder}: not GPT-2 .*1024 positions and tied head")
+            refused(script, "--init-from", folder, says=f"{folder}: not GPT-2 .*1024 positions, tied head")
     refused("baseline.py", "--init-from", ROOT / "tests", says=f"{ROOT / 'tests'}: ")
 
 
