@@ -110,7 +110,7 @@ def test_the_header_is_there_before_the_first_step_ends(tmp_path, run):
     (tmp_path / "baseline.py").write_text(text, encoding="utf-8")
     (tmp_path / "tokenizer").symlink_to(ROOT / "tokenizer")
     done = run("baseline.py", "--data", ROOT / "README.md", "--device", "cpu", folder=tmp_path)
-    assert done.returncode == 7 and done.stdout.splitlines()[-1].startswith("1 epoch = ")
+    assert done.returncode == 7 and "1 epoch = " in done.stdout
 
 
 @pytest.mark.slow
