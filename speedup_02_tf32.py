@@ -4,8 +4,9 @@ TF32 keeps float32's 8 exponent bits and rounds its 23 mantissa bits to 10. Only
 sums, and everything in memory, stay float32. According to NVIDIA's data sheet, an A100 multiplies 8 times as fast in
 TF32 as in float32 (156 and 19.5 TFLOP/s). A whole step gains less, because much of its time goes to moving data.
 
-When it does not help: GeForce RTX 30 and 40 have the same peak in TF32 as in float32, according to NVIDIA. On NVIDIA
-GPUs before compute capability 8.0, on Apple and Intel GPUs, and on CPUs, this rung prints a line and uses float32.
+When it does not help: GeForce RTX 30 and 40 may gain little: according to NVIDIA, their peak is the same in TF32 and in
+float32. On NVIDIA GPUs before compute capability 8.0, on Apple and Intel GPUs, and on CPUs, this rung prints a line and
+uses float32.
 
     make diff-02    shows what this file changes
 """

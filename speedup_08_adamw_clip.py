@@ -4,7 +4,7 @@ Both settings are GPT-3's (Brown et al. 2020, appendix B) and prepare for the la
 divides each step by the root of an average of squared gradients. An average with decay beta2 remembers about
 1 / (1 - beta2) steps: 1000 at PyTorch's default of 0.999, but 20 at 0.95, so it soon follows when gradients change.
 Clipping treats all gradients as one vector and, if its norm exceeds 1.0, scales it down to 1.0, so that no batch can
-dominate AdamW's averages. Early in training, most steps are clipped. The script prints the norm before clipping.
+dominate AdamW's averages. The script prints the norm before clipping; nano on a CPU exceeds 1.0 in all 50 steps.
 
 When it does not help: no step gets faster, and clipping takes two passes over the gradients.
 
