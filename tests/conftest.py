@@ -370,10 +370,13 @@ def inductor_cache(request, tmp_path_factory):
     return str(cache.mkdir("inductor") if cache else tmp_path_factory.mktemp("inductor"))
 
 
-def copy_project(folder):
-    """Copy the project's files, but nothing that was built, cached or made by the README's commands."""
-    made = ".*", "__pycache__", "site", "runs", "checkpoints", "shards", "fineweb10B", "my-gpt2"
-    return Path(shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*made)))
+def copy_project(folder, part=""):
+    """Copy the project, or one folder of it, but nothing that was built, cached or made by the README's commands.
+
+    The folder that pytest renames to .pytest_cache comes and goes while the tests of another process begin.
+    """
+    made = ".*", "__pycache__", "pytest-cache-files-*", "site", "runs", "checkpoints", "shards", "fineweb10B", "my-gpt2"
+    return Path(shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(*made)))
 
 
 class Seen:

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ import pytest
 import render
 import roof
 import torch
-from conftest import ROOT, load, made_up_gpu
+from conftest import ROOT, copy_project, load, made_up_gpu
 from torch.utils.flop_counter import FlopCounterMode
 
 # ---- the roof
@@ -357,7 +356,7 @@ finally:
 
 @pytest.mark.slow
 def test_a_second_profile_compiles_nothing(run, small, tmp_path):
-    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    copy_project(tmp_path, "tools")
     (tmp_path / "tools" / "counted.py").write_text(
         COUNTED.replace('"kernels.py"', repr(str(ROOT / "tools/kernels.py")))
     )

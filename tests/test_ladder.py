@@ -270,7 +270,7 @@ def test_a_new_idea_takes_a_file_and_a_row(tmp_path, verdict):
     ],
 )
 def test_a_wrong_row_is_one_clear_error(row, text, tmp_path):
-    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    copy_project(tmp_path, "tools")
     for folder in ("branches", "pretrain"):
         (tmp_path / folder).mkdir()
     for file in ("README.md", "ladder.toml", *RUNGS):

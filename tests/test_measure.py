@@ -421,7 +421,7 @@ def test_a_row_counts_the_tokens_that_its_script_trains_on(script):
 @pytest.fixture
 def made_up(tmp_path):
     """A project of three made-up scripts, c.py out of memory from B 13 on, with its own roof, machine and profiler."""
-    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    copy_project(tmp_path, "tools")
     (tmp_path / "results").mkdir()
     (tmp_path / "input.txt").touch()
     shutil.copy(ROOT / "results" / "ladder.schema.json", tmp_path / "results")

@@ -272,8 +272,9 @@ def test_a_missing_transformers_is_one_clear_error(refused, checkpoint, monkeypa
     refused("baseline.py", "--init-from", checkpoint[0], says=f"{checkpoint[0]}: .*transformers")
 
 
-@pytest.mark.parametrize("name", ["nowhere", "../no/such/folder"])
-def test_a_folder_that_is_not_there_is_called_that(refused, name):
-    refused(
-        "baseline.py", "--init-from", name, says=f"{name}: there is no such folder, and the Hugging Face hub failed"
-    )
+@pytest.mark.parametrize(
+    "name, hub", [("nowhere", ", and the Hugging Face hub failed: "), ("../no/such/folder", "$"), ("./nowhere", "$")]
+)
+def test_a_folder_that_is_not_there_is_called_that(refused, name, hub):
+    """What cannot be a model's name on the hub is not explained by the hub's rules for names."""
+    refused("baseline.py", "--init-from", name, says=f"{name}: no such folder{hub}")
