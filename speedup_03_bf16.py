@@ -126,9 +126,9 @@ class GPT(nn.Module):
             hub = "" if "Repo id" in str(error) else f", and the Hugging Face hub failed: {error}"
             raise UserError(f"{source}: {error if Path(source).exists() else 'no such folder' + hub}") from None
         c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
-        found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.activation_function
-        variant = c.add_cross_attention or c.scale_attn_by_inverse_layer_idx or not c.tie_word_embeddings
-        if bad_keys or variant or found != (50257, 1024, 4 * c.n_embd, "gelu_new"):
+        found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.activation_function, c.layer_norm_epsilon
+        found += c.tie_word_embeddings, c.scale_attn_weights, c.add_cross_attention, c.scale_attn_by_inverse_layer_idx
+        if bad_keys or found != (50257, 1024, 4 * c.n_embd, "gelu_new", 1e-5, True, True, False, False):
             raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}

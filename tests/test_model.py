@@ -259,6 +259,7 @@ def test_weights_that_do_not_fit_are_one_clear_error(refused, tmp_path, checkpoi
     other = [{"vocab_size": 1000}, {"tie_word_embeddings": False}, {"n_positions": 64}]
     other += [{"n_inner": 64}, {"add_cross_attention": True}]
     other += [{"activation_function": "relu"}, {"scale_attn_by_inverse_layer_idx": True}]
+    other += [{"layer_norm_epsilon": 1e-6}, {"scale_attn_weights": False}]
     for number, config in enumerate(other):
         folder = save_gpt2(tmp_path / str(number), **config)[0]
         for script in ("baseline.py", "speedup_07_vocab_pad.py"):
