@@ -104,6 +104,13 @@ def test_the_docstring_is_folded_away_and_nothing_else(soup, before, after):
     assert tuple(shown) == changed_lines(before, after)
 
 
+def test_the_listing_of_baseline_is_the_file(soup):
+    source = (ROOT / "baseline.py").read_text(encoding="utf-8")
+    listing = soup(docs.page("baseline.py")).select_one('details:has([aria-label="baseline.py"])')
+    assert "".join(line.text for line in listing.select(".line")) == source
+    assert listing.summary.text == f"baseline.py, all {source.count(chr(10))} lines"
+
+
 def test_words_are_marked_where_a_line_changed(soup):
     diff = soup(docs.page("speedup_08_adamw_clip.py")).select_one(".diff")
     old, new = ("".join(word.text for word in diff.select(f".block:not(.same) {tag} .word")) for tag in ("del", "ins"))

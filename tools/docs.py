@@ -83,7 +83,7 @@ def git_diff(before, after):
 def highlighted(source):
     """Python source as one tuple of (CSS class, text) per line."""
     lines = [[]]
-    for kind, value in lex(source, PythonLexer(stripnl=False)):
+    for kind, value in lex(source, PythonLexer(stripnl=False, ensurenl=False)):
         first, *others = value.split("\n")
         lines[-1].append((STANDARD_TYPES.get(kind, ""), first))
         lines += [[(STANDARD_TYPES.get(kind, ""), text)] for text in others]
