@@ -122,7 +122,7 @@ class GPT(nn.Module):
 
             hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True)
         except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
-            hub = "" if "Repo id" in str(error) else f", and the Hugging Face hub failed: {error}"
+            hub = "" if "Repo id" in str(error) else f", and loading from the Hugging Face hub failed: {error}"
             raise UserError(f"{source}: {error if Path(source).exists() else 'no such folder' + hub}") from None
         c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
         found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.activation_function, c.layer_norm_epsilon

@@ -274,7 +274,7 @@ def test_a_missing_transformers_is_one_clear_error(refused, checkpoint, monkeypa
 
 
 @pytest.mark.parametrize(
-    "name, hub", [("nowhere", ", and the Hugging Face hub failed: "), ("../no/such/folder", "$"), ("./nowhere", "$")]
+    "name, hub", [("nowhere", ", and .* hub failed: "), ("../no/such/folder", "$"), ("./nowhere", "$")]
 )
 def test_a_folder_that_is_not_there_is_called_that(refused, name, hub):
     """What cannot be a model's name on the hub is not explained by the hub's rules for names."""
