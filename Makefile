@@ -10,7 +10,7 @@ help:
 	@echo 'make readme    write the table of rungs into README.md from ladder.toml'
 	@echo 'make docs-figures  write what was measured into README.md and docs/img/; ARGS=results/FOLDER'
 	@echo 'make docs      the site: every diff as a page, in docs/site/'
-	@echo 'make diff-03   what rung 03 changes; diff-ddp, diff-fsdp, diff-fp16, diff-train'
+	@echo 'make diff-03   what rung 03 changes; diff-ddp, diff-fsdp, diff-fp16, diff-long, diff-train'
 
 run: .venv/run
 	.venv/bin/python speedup_10_fused_adamw.py $(ARGS)
@@ -39,10 +39,10 @@ readme: .venv/dev
 
 # The docstring of the rung, then the diff of what follows it. Words are compared, and whole lines if most of them are new.
 diff-%:
-	@file=$$(ls speedup_$*_*.py $*_run.py branches/$*_*.py pretrain/$*.py 2>/dev/null); \
-	if [ -z "$$file" ]; then echo 'there is no rung $*: make diff-01, diff-02 and so on, diff-ddp, diff-fsdp, diff-fp16, diff-train' >&2; exit 1; fi; \
+	@file=$$(ls speedup_$*_*.py $*_run.py branches/$*_*.py pretrain/$*.py pretrain/$*_*.py 2>/dev/null); \
+	if [ -z "$$file" ]; then echo 'there is no rung $*: make diff-01, diff-02 and so on, diff-ddp, diff-fsdp, diff-fp16, diff-long, diff-train' >&2; exit 1; fi; \
 	before=$$(awk -F'"' -v file="$$file" '/^file =/ {before = last; last = $$2} /^before =/ {before = $$2} last == file {print before}' ladder.toml | tail -1); \
-	case $* in 06|ddp|fp16|fsdp|train) words= ;; *) words=--word-diff=color ;; esac; \
+	case $* in 06|ddp|fp16|fsdp|long|train) words= ;; *) words=--word-diff=color ;; esac; \
 	folder=$$(mktemp -d); \
 	mkdir $$folder/branches $$folder/pretrain; \
 	for side in $$before $$file; do sed '1,/^"""$$/d' $$side > $$folder/$$side; done; \

@@ -1,8 +1,7 @@
 """DDP (scale): the same training on several GPUs, with half a million tokens per step on any number of them.
 
-Every rank, one process per GPU, holds the whole model and reads its own micro-batches. It adds up their gradients, and
-once per step the ranks average them: 124M float32 gradients, 498 MB. With --checkpoint-dir and --resume a killed run
-continues as if nothing had happened.
+Every rank, one process per GPU, holds the whole model and adds up the gradients of its own micro-batches. Once per step
+the ranks average them: 124M float32 gradients, 498 MB, sent while the last backward pass is still running.
 
 When it does not help: on one GPU, or over a slow link with a small total batch.
 
@@ -11,11 +10,9 @@ When it does not help: on one GPU, or over a slow link with a small total batch.
 """
 
 import argparse
-import json
 import math
 import os
 import platform
-import signal
 import sys
 import time
 from contextlib import nullcontext
@@ -28,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.elastic.multiprocessing.errors import record
 
 
 @dataclass
@@ -163,8 +160,8 @@ class DataLoaderLite:
     """Consecutive batches of a UTF-8 text, over and over. Raises UserError if it does not hold even one batch."""
 
     def __init__(self, path, batch_size, seq_len, rank=0, world_size=1):
-        self.B, self.T, self.position = batch_size, seq_len, batch_size * seq_len * rank
         self.rank, self.world_size = rank, world_size  # the ranks take turns: each reads every world_size-th batch
+        self.B, self.T, self.position = batch_size, seq_len, 0
         try:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -174,16 +171,17 @@ class DataLoaderLite:
             raise UserError(f"there is no {tokenizer}: copy the folder tokenizer/ together with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
         self.tokens = np.array(tiktoken.get_encoding("gpt2").encode_ordinary(text), dtype=np.uint16)
-        need = self.B * self.T * self.world_size + 1
+        need = self.B * self.T * world_size + 1
         if len(self.tokens) < need:
             sizes = f"B {self.B}, T {self.T}, {world_size} ranks"
             raise UserError(f"{path}: {len(self.tokens)} tokens, but {sizes} need {need}")
 
     def next_batch(self):
         """x and y, int64, (B, T) each, on the CPU. y holds the token that follows each token of x."""
-        if self.position + self.B * self.T * (self.world_size - self.rank) + 1 > len(self.tokens):
-            self.position = self.B * self.T * self.rank
-        tokens = torch.from_numpy(self.tokens[self.position : self.position + self.B * self.T + 1].astype(np.int64))
+        if self.position + self.B * self.T * self.world_size + 1 > len(self.tokens):
+            self.position = 0
+        start = self.position + self.B * self.T * self.rank
+        tokens = torch.from_numpy(self.tokens[start : start + self.B * self.T + 1].astype(np.int64))
         self.position += self.B * self.T * self.world_size
         return tokens[:-1].view(self.B, self.T), tokens[1:].view(self.B, self.T)
 
@@ -212,35 +210,24 @@ def parse_args():
     parser.add_argument("--data", default=Path(__file__).with_name("input.txt"), help="UTF-8 text, default input.txt")
     parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
     parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
-    parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="folder to save in; without it, no saving")
-    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="steps, and at the end; default 250")
-    parser.add_argument("--keep", metavar="K", type=int, default=2, help="the newest checkpoints, default 2")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    parser.add_argument("--log", "--log-file", metavar="FILE.jsonl", help="append a JSON record per step")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="where to save the final weights, a state dict")
     args = parser.parse_args()
+    args.ddp = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # by torchrun
+    args.rank, args.world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if args.ddp else (0, 1)
+    if args.ddp and args.device == accelerator != "cpu":
+        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"
     if args.device not in devices:
         found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
         parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
-    if args.resume and not args.checkpoint_dir:
-        parser.error("--resume needs --checkpoint-dir")
-    args.ddp = bool({"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys())  # torchrun sets them in each process
-    args.rank, args.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if args.ddp and args.device != "cpu":
-        if args.device != accelerator:
-            parser.error(f"--device {args.device}: CUDA_VISIBLE_DEVICES tells torchrun which GPUs to take")
-        args.device = f"{accelerator}:{os.environ.get('LOCAL_RANK', args.rank)}"
-        if args.device not in devices:
-            parser.error(f"there is no {args.device} for rank {args.rank}: lower --nproc_per_node")
     if not args.init_from and not args.model:
         args.model = "nano" if args.device == "cpu" else "gpt2"
     if args.seq_len is None:
         args.seq_len = 128 if args.model == "nano" else 1024
     if args.total_batch_size is None:
         args.total_batch_size = 4096 if args.model == "nano" else 524288
-    sizes = args.batch_size, args.steps, args.total_batch_size, args.save_every, args.keep
-    if min(sizes) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
-        parser.error("--seq-len must be 1 to 1024, --seed 0 to 2**64 - 1, every other number at least 1")
-    if args.total_batch_size % (args.batch_size * args.seq_len * args.world_size):
+    if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
+        parser.error("--batch-size and --steps must be at least 1, --seq-len 1 to 1024, --seed 0 to 2**64 - 1")
+    if args.total_batch_size < 1 or args.total_batch_size % (args.batch_size * args.seq_len * args.world_size):
         micro_step = f"B {args.batch_size} * T {args.seq_len} * {args.world_size} ranks"
         parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of {micro_step}")
     return args
@@ -265,64 +252,36 @@ def main():
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
     loader = DataLoaderLite(args.data, B, T, rank, world_size)
     print_header(args, model, loader)
-    module = torch.get_device_module(device)
+    print(f"{total} tokens per step = {accumulation} micro-steps * B {B} * T {T} * {world_size} ranks", flush=True)
+    if args.save and rank == 0:
+        save_whole(args.save)  # if it cannot be written, say so before training
+
     if ddp:
-        module.set_device(device)
+        torch.get_device_module(device).set_device(device)
         dist.init_process_group(dist.get_default_backend_for_device(device))
     model.to(device)
     model.compile(mode=args.compile_mode if accumulation == 1 else "default")  # CUDA graphs cannot accumulate
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = model.configure_optimizers()
-    task = {"--model": str(model.config), "--seq-len": T, "--total-batch-size": total, "--data": len(loader.tokens)}
-    folder, saved, signals = args.checkpoint_dir, {"step": 0, "task": task}, []
-    begun = args.resume and (folder / "unfinished.tmp").exists()  # a run here was killed: its log may be ahead
-    saved = (folder and load_checkpoint(folder)) or saved
-    if saved["step"] and not args.resume:
-        raise UserError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
-    if other := dict(saved["task"].items() - task.items()):
-        raise UserError(f"{folder} has checkpoints of another task, with {other}")
     if ddp:
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        dist.all_gather_object(steps := [0] * world_size, saved["step"])
-        if len(set(steps)) > 1:
-            raise UserError(f"the ranks do not see the same {folder}: they would go on from steps {steps}")
-    log = open(args.log if args.log and rank == 0 else os.devnull, "a+", buffering=1, newline="")
-    log.seek(0)
-    lines = log.readlines()
-    if lines and not (saved["args"]["log"] == str(args.log) if saved["step"] else begun):
-        raise UserError(f"{args.log} is not the log of this run")
-    again = [line for line in lines if not line.endswith("\n") or json.loads(line)["step"] >= saved["step"]]
-    if again:  # the steps since the checkpoint
-        log.truncate(len("".join(lines)) - len("".join(again)))
-    generators = [torch.default_generator, *getattr(module, "default_generators", ())]
-    if saved["step"]:
-        print(f"going on at step {saved['step']} of {args.steps}, from {folder}")
-        set_state_dict(model, optimizer, model_state_dict=saved.pop("model"), optim_state_dict=saved.pop("optim"))
-        loader.position = saved["position"] + B * T * rank
-        list(map(torch.Generator.set_state, generators, saved["rng"]))  # the CPU's, and those of the GPUs
-    if folder:
-        open(folder / "unfinished.tmp", "wb").close()  # if nothing can be written here, say so now
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: signals.append(number))
-
+        model = nn.parallel.DistributedDataParallel(model)
     times = []  # seconds per step
     try:
-        for step in range(saved["step"], args.steps):
+        for step in range(args.steps):
             synchronize(device)
             start = time.perf_counter()
-            optimizer.zero_grad(set_to_none=not ddp)  # DDP's gradients are views of what it sends
-            report = torch.zeros(2, device=device)  # the loss, mean over micro-steps and ranks; signals that came
+            optimizer.zero_grad()
+            loss = torch.zeros((), device=device)  # the mean over micro-steps and ranks
             for micro_step in range(accumulation):
                 x, y = (t.pin_memory() if device.type == "cuda" else t for t in loader.next_batch())
                 x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)  # queued: Python goes on
                 with nullcontext() if not ddp or micro_step == accumulation - 1 else model.no_sync():
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-                        micro_loss = model(x, y)
-                    (micro_loss / accumulation).backward()  # they add up on each rank; the last averages over ranks
-                report[0] += micro_loss.detach() / accumulation / world_size
-            report[1] = len(signals)
+                        micro_loss = model(x, y) / accumulation
+                    micro_loss.backward()  # gradients add up on each rank; the last micro-step averages over ranks
+                loss += micro_loss.detach() / world_size
             if ddp:
-                dist.all_reduce(report)
+                dist.all_reduce(loss)  # the sum over the ranks
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # returns the norm before clipping
             lr = get_lr(step, args.steps)
             for group in optimizer.param_groups:
@@ -330,23 +289,15 @@ def main():
             optimizer.step()
             synchronize(device)
             times.append(time.perf_counter() - start)
-            loss, stop = report.tolist()
-            left = f"{np.median(times[-10:]) * (args.steps - step - 1) / 60:.1f} min left"
-            print(f"step {step:4d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
-            print(f"dt {1000 * times[-1]:8.2f} ms | {total / times[-1]:10,.0f} tok/s | {left}", flush=True)
-            if not math.isfinite(loss + norm.item()):
-                raise UserError(f"the loss or the gradient is not finite at step {step}")
-            print(json.dumps({"step": step, "loss": loss, "lr": lr, "norm": norm.item(), "sec": times[-1]}), file=log)
-            if folder and ((step + 1) % args.save_every == 0 or step + 1 == args.steps or stop):
-                state = {"step": step + 1, "position": loader.position, "rng": [g.get_state() for g in generators]}
-                state |= {"task": task, "args": {name: str(value) for name, value in vars(args).items()}}
-                state["model"], state["optim"] = get_state_dict(model, optimizer)
-                if rank == 0:
-                    save_checkpoint(folder, args.keep, state)
-            if stop:
-                sys.exit(1)
+            print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
+            print(f"dt {1000 * times[-1]:8.2f} ms | {total / times[-1]:10,.0f} tok/s", flush=True)
+            if not math.isfinite(loss.item()):
+                raise UserError(f"the loss is not finite at step {step}")
     finally:  # also after Ctrl-C
-        print_summary(times, total, device, saved["step"])
+        print_summary(times, total, device)
+    if args.save and rank == 0:
+        save_whole(args.save, (model.module if ddp else model).cpu().state_dict())
+        print(f"saved the weights in {args.save}")
 
 
 def print_header(args, model, loader):
@@ -358,10 +309,7 @@ def print_header(args, model, loader):
     about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
     print(f"device {args.device} ({chip}) | torch {torch.__version__} | {about} | B {loader.B} T {loader.T}")
     print(f"loaded {len(loader.tokens)} tokens")
-    print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T * args.world_size)} batches", flush=True)
-    accumulation = args.total_batch_size // (loader.B * loader.T * args.world_size)
-    print(f"{args.total_batch_size} tokens per step = {accumulation} micro-steps", end=" ")
-    print(f"* B {loader.B} * T {loader.T} * {args.world_size} ranks", flush=True)
+    print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches", flush=True)
 
 
 def synchronize(device):
@@ -370,37 +318,28 @@ def synchronize(device):
         torch.accelerator.synchronize(device)
 
 
-def print_summary(times, tokens_per_step, device, start):
+def print_summary(times, tokens_per_step, device):
     """Print the median step, tokens per second and, on a GPU, the most memory that PyTorch allocated."""
     if times:
         first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation and other warm-up
         median = float(np.median(times[first:]))
-        print(f"median of steps {start + first}-{start + len(times) - 1}: {1000 * median:.2f} ms", end=", ")
+        print(f"median of steps {first}-{len(times) - 1}: {1000 * median:.2f} ms", end=", ")
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""), flush=True)
 
 
-def save_checkpoint(folder, keep, checkpoint):
-    """Write folder/step_N.pt, whole or not at all, then delete all but the `keep` newest. Raises OSError."""
-    with open(folder / "unfinished.tmp", "wb") as file:
-        torch.save(checkpoint, file)
-        file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
-    os.replace(file.name, folder / f"step_{checkpoint['step']:08d}.pt")
-    for old in sorted(folder.glob("step_*.pt"), key=lambda path: (path.stat().st_mtime, path.name))[:-keep]:
-        old.unlink()
-
-
-def load_checkpoint(folder):
-    """The newest checkpoint that can be read, or None. Raises OSError, or UserError if there are only damaged ones."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = sorted(folder.glob("step_*.pt"), reverse=True)
-    for path in paths:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)  # weights_only: it cannot run code
-        except Exception as error:  # a damaged file raises a dozen kinds
-            print(f"{path} cannot be read: {repr(error)[:200]}", file=sys.stderr)
-    if paths:
-        raise UserError(f"no checkpoint in {folder} can be read")
+def save_whole(path, contents=None):
+    """Write a file for torch.load(), whole or not at all; without contents, only try to. Raises UserError."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(unfinished, "wb") as file:
+            torch.save(contents, file)
+        if contents:
+            os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch.save met a full disk
+        raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 class UserError(ValueError):
@@ -418,12 +357,9 @@ def exit_message(error):
         text = f"torch.compile failed: {text[:200]}"
     elif isinstance(error, OSError) and not error.filename:  # stdout failed, and Python would try it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text):
-        time.sleep(5)  # torchrun names the rank that ends first: let it be the one that failed
-        text = f"rank {os.environ.get('RANK')} lost another, whose error is the one to read: {text}"
-    elif isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):  # torch.save met a full disk
-        text = f"{parse_args().checkpoint_dir}: {error.__context__}"
-    elif not isinstance(error, (OSError, ValueError, KeyboardInterrupt)):
+    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):
+        text = f"rank {os.environ['RANK']}: {text}; if another rank failed, its error is the one to read"
+    elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
     silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # a reader such as head has left, or Ctrl-C
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
@@ -431,7 +367,7 @@ def exit_message(error):
 
 if __name__ == "__main__":
     try:
-        main()
+        record(main)()  # torchrun's report names the rank that failed first, with its traceback
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(exit_message(error))
     if dist.is_initialized():  # main() has freed the model, which could deadlock as the last to hold Gloo's group

@@ -154,7 +154,7 @@ class DataLoaderLite:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # GPT-2's vocabulary, or tiktoken would download it
+        tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # GPT-2's vocabulary, or it is downloaded
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"there is no {tokenizer}: copy the folder tokenizer/ together with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
@@ -185,7 +185,7 @@ def parse_args():
     parser.add_argument("--steps", type=int, default=50, help="default 50")
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
     parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
-    parser.add_argument("--data", default=Path(__file__).with_name("input.txt"), help="UTF-8 text, default input.txt")
+    parser.add_argument("--data", default=Path(__file__).parents[1] / "input.txt", help="UTF-8 text, default input.txt")
     args = parser.parse_args()
     if args.device not in devices:
         found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"

@@ -33,22 +33,26 @@ MAGIC, VERSION, VOCABULARY = b"GPTSHARD", 1, 50257
 CHUNK = 1024  # documents that are read, then tokenized, together
 
 
+class DataError(ValueError):
+    """A file that does not hold what it should."""
+
+
 class Shard:
-    """A file of tokens: len(shard), shard[start:end] -> uint16. Raises ValueError if it is none, or damaged."""
+    """A file of tokens: len(shard), shard[start:end] -> uint16. Raises DataError if it is none, or damaged."""
 
     def __init__(self, path):
         self.path = path
         with open(path, "rb") as file:
             head = file.read(HEADER.size)
         if len(head) < HEADER.size or head[:8] != MAGIC:
-            raise ValueError(f"{path} is not a shard of fineweb.py")
+            raise DataError(f"{path} is not a shard of fineweb.py")
         _, version, vocabulary, self.count, self.checksum = HEADER.unpack(head)
         if version != VERSION:
-            raise ValueError(f"{path} has version {version} of the format, not {VERSION}")
+            raise DataError(f"{path} has version {version} of the format, not {VERSION}")
         if vocabulary != VOCABULARY:
-            raise ValueError(f"{path} is of a vocabulary of {vocabulary} tokens, not GPT-2's {VOCABULARY}")
+            raise DataError(f"{path} is of a vocabulary of {vocabulary} tokens, not GPT-2's {VOCABULARY}")
         if (size := os.path.getsize(path)) != HEADER.size + 2 * self.count:
-            raise ValueError(f"{path} is cut short or not whole: {self.count} tokens, but {size} bytes")
+            raise DataError(f"{path} is cut short or not whole: {self.count} tokens, but {size} bytes")
 
     def __len__(self):
         return self.count
@@ -61,7 +65,7 @@ class Shard:
         """Memory-mapped, and checked when first asked for: all shards at the start would be 20 GB to read."""
         tokens = np.memmap(self.path, dtype="<u2", mode="r", offset=HEADER.size, shape=(self.count,))
         if hashlib.sha256(tokens).digest() != self.checksum:
-            raise ValueError(f"{self.path} is damaged: its checksum is another")
+            raise DataError(f"{self.path} is damaged: its checksum is another")
         return tokens
 
 
@@ -117,7 +121,7 @@ def tokenized(texts, column, pool):
 
     While one chunk is written the next one is being tokenized, by all cores: tiktoken lets go of Python's lock.
     """
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "tokenizer"))
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parents[1] / "tokenizer"))
     encoding = tiktoken.get_encoding("gpt2")
 
     def encode(row):

@@ -19,42 +19,47 @@ import numpy as np
 import tiktoken
 import torch
 import torch.nn.functional as F
+from fineweb import DataError
+
+
+def read_rows(source):
+    """(where, a JSON line or a dict) of each row of a JSONL file or a dataset on the hub. Raises Exception."""
+    if Path(source).exists() or Path(source).suffix in (".json", ".jsonl"):
+        lines = enumerate(Path(source).read_text(encoding="utf-8").split("\n"), start=1)
+        return [(f"line {number}", line) for number, line in lines if line.strip()]
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # or each of its tries is a warning
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    try:
+        return [(f"row {number}", row) for number, row in enumerate(load_dataset(source, split="validation"))]
+    except Exception as error:  # the hub, the network and the library raise a dozen kinds
+        raise DataError(
+            f"no such file, and not to be had from the hub; without a network give a JSONL file: {str(error)[:200]}"
+        ) from None
 
 
 def read_examples(source):
     """[(context tokens, four lists of ending tokens, index of the right one)] of a JSONL file or a dataset on the hub.
 
-    Raises OSError, or ValueError with the line's number, if it cannot be read; ImportError without `datasets`.
+    Raises DataError, in one line, if they cannot be read.
     """
-    if Path(source).exists() or Path(source).suffix in (".json", ".jsonl"):
-        lines = enumerate(Path(source).read_text(encoding="utf-8").split("\n"), start=1)
-        rows = ((f"line {number}", line) for number, line in lines if line.strip())
-    else:
-        os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # or each of its tries is a warning
-        from datasets import disable_progress_bars, load_dataset
-
-        disable_progress_bars()
-        try:
-            rows = ((f"row {number}", row) for number, row in enumerate(load_dataset(source, split="validation")))
-        except Exception as error:  # the hub, the network and the library raise a dozen kinds
-            reason = " ".join(str(error).split())[:200]
-            raise OSError(
-                f"no such file, and not to be had from the hub; without a network give a JSONL file: {reason}"
-            ) from None
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "tokenizer"))
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parents[1] / "tokenizer"))
     encode = tiktoken.get_encoding("gpt2").encode_ordinary
-    examples = []
-    for where, row in rows:
-        try:
+    where, examples = "", []
+    try:
+        for row_name, row in read_rows(source):
+            where = f"{row_name} is no example of HellaSwag: "
             row = json.loads(row) if isinstance(row, str) else row
             label, endings = int(row["label"]), [encode(" " + ending) for ending in row["endings"]]
             if len(endings) != 4 or label not in range(4) or max(map(len, endings)) > 1023:
                 raise ValueError(f"{len(endings)} endings, label {label}, tokens {[*map(len, endings)]}")
             examples.append((encode(row["ctx"]) or [50256], endings, label))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{where} is no example of HellaSwag: {type(error).__name__} {error}") from None
+    except (ImportError, OSError, KeyError, TypeError, ValueError) as error:
+        kind = "" if isinstance(error, (DataError, OSError)) else f"{type(error).__name__} "
+        raise DataError(f"HellaSwag, {source}: {where}{kind}{' '.join(str(error).split())}") from None
     if not examples:
-        raise ValueError("it has no examples")
+        raise DataError(f"HellaSwag, {source}: it has no examples")
     return examples
 
 
@@ -108,11 +113,7 @@ def main():
         parser.error("--batch-tokens must be at least 1")
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     try:
-        examples = read_examples(args.data)
-    except (ImportError, OSError, ValueError) as error:
-        parser.error(f"--data {args.data}: {error}")
-    try:
-        model = load_model(args.model)
+        examples, model = read_examples(args.data), load_model(args.model)
     except ValueError as error:
         parser.error(str(error))
     try:

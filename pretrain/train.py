@@ -1,4 +1,4 @@
-"""Pre-training: ddp_run.py on shards of tokens, with validation, samples and HellaSwag along the way.
+"""Pre-training: long_run.py on shards of tokens, with validation, samples and HellaSwag along the way.
 
 All three stay inside torch.compile and are shared by the ranks, because each is a forward pass of one fixed shape:
 shorter inputs are padded, and no token sees a later one. The defaults are the recipe of GPT-2 124M on 10B tokens.
@@ -10,16 +10,14 @@ When it does not help: to measure speed. An evaluation takes time that no printe
 """
 
 import argparse
-import importlib.util
 import json
 import math
 import os
 import platform
-import shutil
 import signal
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,9 +27,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from fineweb import Shard
+from fineweb import DataError, Shard
 from hellaswag import count_right, read_examples
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.elastic.multiprocessing.errors import record
 
 
 @dataclass
@@ -166,10 +165,10 @@ class DataLoaderLite:
     """Endless batches of shards (fineweb.py) or of a UTF-8 text. Raises UserError if it is neither, or too short."""
 
     def __init__(self, path, batch_size, seq_len, rank=0, world_size=1, seed=1337):
-        self.B, self.T, self.position = batch_size, seq_len, batch_size * seq_len * rank
         self.rank, self.world_size = rank, world_size  # the ranks take turns: each reads every world_size-th batch
+        self.B, self.T, self.position = batch_size, seq_len, 0
         self.seed = seed
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # GPT-2's vocabulary, or tiktoken would download it
+        tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # GPT-2's vocabulary, or it is downloaded
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"there is no {tokenizer}: copy the folder tokenizer/ together with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
@@ -185,7 +184,7 @@ class DataLoaderLite:
             tokens = np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
             self.validation, self.shards = tokens[len(tokens) * 9 // 10 :], [tokens[: len(tokens) * 9 // 10]]
         self.size = sum(len(shard) for shard in self.shards)
-        need = self.B * self.T * self.world_size + 1
+        need = self.B * self.T * world_size + 1
         if self.size < need:
             sizes = f"B {self.B}, T {self.T}, {world_size} ranks"
             raise UserError(f"{path}: {self.size} tokens, but {sizes} need {need}")
@@ -208,7 +207,8 @@ class DataLoaderLite:
 
     def next_batch(self):
         """x and y, int64, (B, T) each, on the CPU. y holds the token that follows each token of x."""
-        tokens = torch.from_numpy(self.read(self.position, self.B * self.T + 1).astype(np.int64))
+        start = self.position + self.B * self.T * self.rank
+        tokens = torch.from_numpy(self.read(start, self.B * self.T + 1).astype(np.int64))
         self.position += self.B * self.T * self.world_size
         return tokens[:-1].view(self.B, self.T), tokens[1:].view(self.B, self.T)
 
@@ -240,8 +240,8 @@ def generate(model, prompt, seed, device):
 
 @torch.no_grad()
 def evaluate(model, loader, examples, prompt, seed, device, limit):
-    """All ranks together: the validation loss, HellaSwag's acc_norm (None without examples) and four samples."""
-    rank, world_size = loader.rank, loader.world_size
+    """By all ranks: the validation loss, HellaSwag's acc_norm (None without examples), four samples, the seconds."""
+    rank, world_size, start = loader.rank, loader.world_size, time.perf_counter()
     sums = validate(model, loader, device, limit)
     right = count_right(model, examples, loader.B * loader.T, device, rank, world_size)[1:]
     texts = [generate(model, prompt, seed + i, device).tolist() for i in range(rank, 4, world_size)]
@@ -251,7 +251,8 @@ def evaluate(model, loader, examples, prompt, seed, device, limit):
         dist.all_gather_object(parts, mine)
     losses, counts, right, seen, samples = zip(*parts, strict=True)
     samples = [samples[i % world_size][i // world_size] for i in range(4)]
-    return sum(losses) / sum(counts), sum(right) / sum(seen) if examples else None, samples
+    accuracy, seconds = sum(right) / sum(seen) if examples else None, time.perf_counter() - start
+    return {"val_loss": sum(losses) / sum(counts), "hellaswag": accuracy, "samples": samples, "sec": seconds}
 
 
 def get_lr(step, steps, max_lr=6e-4, warmup_steps=715):
@@ -278,45 +279,39 @@ def parse_args():
     parser.add_argument("--data", default=Path(__file__).with_name("fineweb10B"), help="shards or text, fineweb10B")
     parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
     parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
-    parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="folder to save in; without it, no saving")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="where to save the final weights, a state dict")
+    parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="where to save checkpoints; default nowhere")
     parser.add_argument("--save-every", metavar="N", type=int, default=250, help="steps, and at the end; default 250")
-    parser.add_argument("--keep", metavar="K", type=int, default=2, help="the newest checkpoints, default 2")
+    parser.add_argument("--keep", metavar="K", type=int, default=2, help="how many checkpoints to keep, default 2")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    parser.add_argument("--log", "--log-file", metavar="FILE.jsonl", help="append a JSON record per step")
+    parser.add_argument("--log-file", metavar="FILE", help="append a line of JSON per step")
     parser.add_argument("--warmup-steps", metavar="N", type=int, default=715, help="default 715")
     parser.add_argument("--eval-every", metavar="N", type=int, default=250, help="steps, and at the end; default 250")
     parser.add_argument("--prompt", default="Hello, I'm a language model,", help="what the samples begin with")
     parser.add_argument("--hellaswag", metavar="FILE.jsonl", help="or its name on the hub, Rowan/hellaswag")
     parser.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
     args = parser.parse_args()
+    args.ddp = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # by torchrun
+    args.rank, args.world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if args.ddp else (0, 1)
+    if args.ddp and args.device == accelerator != "cpu":
+        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"
     if args.device not in devices:
         found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
         parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
-    if args.resume and not args.checkpoint_dir:
-        parser.error("--resume needs --checkpoint-dir")
-    args.ddp = bool({"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys())  # torchrun sets them in each process
-    args.rank, args.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if args.ddp and args.device != "cpu":
-        if args.device != accelerator:
-            parser.error(f"--device {args.device}: CUDA_VISIBLE_DEVICES tells torchrun which GPUs to take")
-        args.device = f"{accelerator}:{os.environ.get('LOCAL_RANK', args.rank)}"
-        if args.device not in devices:
-            parser.error(f"there is no {args.device} for rank {args.rank}: lower --nproc_per_node")
     if not args.init_from and not args.model:
         args.model = "nano" if args.device == "cpu" else "gpt2"
     if args.seq_len is None:
         args.seq_len = 128 if args.model == "nano" else 1024
     if args.total_batch_size is None:
         args.total_batch_size = 4096 if args.model == "nano" else 524288
-    sizes = args.batch_size, args.steps, args.total_batch_size, args.save_every, args.keep
-    sizes += args.warmup_steps, args.eval_every
-    if min(sizes) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
-        parser.error("--seq-len must be 1 to 1024, --seed 0 to 2**64 - 1, every other number at least 1")
-    if args.total_batch_size % (args.batch_size * args.seq_len * args.world_size):
+    if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
+        parser.error("--batch-size and --steps must be at least 1, --seq-len 1 to 1024, --seed 0 to 2**64 - 1")
+    numbers = args.save_every, args.keep, args.warmup_steps, args.eval_every
+    if min(numbers) < 1 or (args.resume and not args.checkpoint_dir):
+        parser.error("every number must be at least 1, and --resume needs --checkpoint-dir")
+    if args.total_batch_size < 1 or args.total_batch_size % (args.batch_size * args.seq_len * args.world_size):
         micro_step = f"B {args.batch_size} * T {args.seq_len} * {args.world_size} ranks"
         parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of {micro_step}")
-    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
-        parser.error("--tensorboard: it takes pip install tensorboard")
     return args
 
 
@@ -338,103 +333,59 @@ def main():
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
     loader = DataLoaderLite(args.data, B, T, rank, world_size, args.seed)
-    try:
-        examples = read_examples(args.hellaswag) if args.hellaswag else []
-    except (ImportError, OSError, ValueError) as error:
-        raise UserError(f"--hellaswag {args.hellaswag}: {error}") from None
+    examples = read_examples(args.hellaswag) if args.hellaswag else []
     prompt = loader.encoding.encode_ordinary(args.prompt) or [loader.encoding.eot_token]
     if len(prompt) + 32 > model.config.block_size:
         raise UserError(f"--prompt: {len(prompt)} tokens and 32 new ones are over {model.config.block_size} positions")
     print_header(args, model, loader)
-    module = torch.get_device_module(device)
+    print(f"{total} tokens per step = {accumulation} micro-steps * B {B} * T {T} * {world_size} ranks", flush=True)
+    if args.save and rank == 0:
+        save_whole(args.save)  # if it cannot be written, say so before training
+
     if ddp:
-        module.set_device(device)
+        torch.get_device_module(device).set_device(device)
         dist.init_process_group(dist.get_default_backend_for_device(device))
     model.to(device)
     mode = args.compile_mode if accumulation == 1 else "default"  # CUDA graphs cannot accumulate
     model.compile(mode=mode, dynamic=False)  # else an evaluation would change the graph that training runs
-    limit = max(20 * total, 2**17)  # tokens to validate on: 10,485,760 in the recipe
-    raw_model = model  # validation, samples and HellaSwag have no gradients to send
+    raw_model = model  # an evaluation has no gradients to send
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = model.configure_optimizers()
-    task = {"--model": str(model.config), "--seq-len": T, "--total-batch-size": total, "--data": loader.size}
-    task |= {"--seed": args.seed, "--warmup-steps": args.warmup_steps}  # the seed orders the shards
-    folder, saved, signals = args.checkpoint_dir, {"step": 0, "task": task}, []
-    begun = args.resume and (folder / "unfinished.tmp").exists()  # a run here was killed: its log may be ahead
-    saved = (folder and load_checkpoint(folder)) or saved
-    if not args.resume and (saved["step"] or folder and (folder / "best.pt").exists()):
-        raise UserError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
-    if other := dict(saved["task"].items() - task.items()):
-        raise UserError(f"{folder} has checkpoints of another task, with {other}")
     if ddp:
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        dist.all_gather_object(steps := [0] * world_size, saved["step"])
-        if len(set(steps)) > 1:
-            raise UserError(f"the ranks do not see the same {folder}: they would go on from steps {steps}")
-    log = open(args.log if args.log and rank == 0 else os.devnull, "a+", buffering=1, newline="")
-    log.seek(0)
-    lines = log.readlines()
-    if lines and not (saved["args"]["log"] == str(args.log) if saved["step"] else begun):
-        raise UserError(f"{args.log} is not the log of this run")
-    again = [line for line in lines if not line.endswith("\n") or json.loads(line)["step"] >= saved["step"]]
-    if again:  # the steps since the checkpoint
-        log.truncate(len("".join(lines)) - len("".join(again)))
-    generators = [torch.default_generator, *getattr(module, "default_generators", ())]
-    if saved["step"]:
-        print(f"going on at step {saved['step']} of {args.steps}, from {folder}")
-        set_state_dict(model, optimizer, model_state_dict=saved.pop("model"), optim_state_dict=saved.pop("optim"))
-        loader.position = saved["position"] + B * T * rank
-        list(map(torch.Generator.set_state, generators, saved["rng"]))  # the CPU's, and those of the GPUs
-    best, writer = saved.get("best", math.inf), None
+        model = nn.parallel.DistributedDataParallel(model)
+    task = {"--model": args.init_from or args.model, "--seq-len": T, "--total-batch-size": total, "--seed": args.seed}
+    task |= {"tokens in --data": loader.size, "--warmup-steps": args.warmup_steps}
+    run = resume(args, task, model, optimizer, loader)
+    log, writer, signals = open_log(args, run), None, []
     if args.tensorboard and rank == 0:
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(args.tensorboard, purge_step=saved["step"] if args.resume else None)
-    if folder:
-        open(folder / "unfinished.tmp", "wb").close()  # if nothing can be written here, say so now
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: signals.append(number))
-
+        writer = SummaryWriter(args.tensorboard, purge_step=run["step"] if args.resume else None)
+    for number in (signal.SIGINT, signal.SIGTERM) if args.checkpoint_dir else ():
+        signal.signal(number, lambda number, frame: signals.append(number))  # the step ends, and is saved
     times = []  # seconds per step
     try:
-        for step in range(saved["step"], args.steps + 1):
+        for step in range(run["step"], args.steps + 1):
             if step % args.eval_every == 0 or step == args.steps:
-                start = time.perf_counter()
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-                    val_loss, accuracy, samples = evaluate(
-                        raw_model, loader, examples, prompt, args.seed, device, limit
-                    )
-                print(f"step {step:4d} | val loss {val_loss:.6f}", end=" | ")
-                print(f"HellaSwag {accuracy:.4f}" if examples else "no HellaSwag", end=" | ")
-                print(f"{time.perf_counter() - start:.1f} s", *map(json.dumps, samples), sep="\n    ", flush=True)
-                record = {"step": step, "val_loss": val_loss, "hellaswag": accuracy, "samples": samples}
-                print(json.dumps(record), file=log)
-                if writer:
-                    writer.add_scalar("loss/validation", val_loss, step)
-                    writer.add_text("samples", "\n\n".join(samples), step)
-                    if examples:
-                        writer.add_scalar("HellaSwag", accuracy, step)
-                if step and val_loss < best:
-                    best = val_loss
-                    if folder and rank == 0:
-                        keep_best(folder, step)
+                    scores = evaluate(raw_model, loader, examples, prompt, args.seed, device, max(20 * total, 2**17))
+                report(args, run, step, scores, log, writer)
             if step == args.steps:
                 break
             synchronize(device)
             start = time.perf_counter()
-            optimizer.zero_grad(set_to_none=not ddp)  # DDP's gradients are views of what it sends
-            report = torch.zeros(2, device=device)  # the loss, mean over micro-steps and ranks; signals that came
+            optimizer.zero_grad()
+            loss = torch.zeros((), device=device)  # the mean over micro-steps and ranks
             for micro_step in range(accumulation):
                 x, y = (t.pin_memory() if device.type == "cuda" else t for t in loader.next_batch())
                 x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)  # queued: Python goes on
                 with nullcontext() if not ddp or micro_step == accumulation - 1 else model.no_sync():
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-                        micro_loss = model(x, y)
-                    (micro_loss / accumulation).backward()  # they add up on each rank; the last averages over ranks
-                report[0] += micro_loss.detach() / accumulation / world_size
-            report[1] = len(signals)
+                        micro_loss = model(x, y) / accumulation
+                    micro_loss.backward()  # gradients add up on each rank; the last micro-step averages over ranks
+                loss += micro_loss.detach() / world_size
             if ddp:
-                dist.all_reduce(report)
+                dist.all_reduce(loss)  # the sum over the ranks
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # returns the norm before clipping
             lr = get_lr(step, args.steps, warmup_steps=args.warmup_steps)
             for group in optimizer.param_groups:
@@ -442,34 +393,24 @@ def main():
             optimizer.step()
             synchronize(device)
             times.append(time.perf_counter() - start)
-            loss, stop = report.tolist()
-            left = f"{np.median(times[-10:]) * (args.steps - step - 1) / 60:.1f} min left"
-            print(f"step {step:4d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
-            print(f"dt {1000 * times[-1]:8.2f} ms | {total / times[-1]:10,.0f} tok/s | {left}", flush=True)
-            if writer:
-                writer.add_scalar("loss/training", loss, step)
-                writer.add_scalar("learning rate", lr, step)
-                writer.add_scalar("gradient norm", norm.item(), step)
-                writer.add_scalar("tokens per second", total / times[-1], step)
-            if not math.isfinite(loss + norm.item()):
+            print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
+            left = f" | {np.median(times[1:][-10:]) * (args.steps - step - 1) / 60:.1f} min left" if times[1:] else ""
+            print(f"dt {1000 * times[-1]:8.2f} ms | {total / times[-1]:10,.0f} tok/s{left}", flush=True)
+            if not math.isfinite(loss.item() + norm.item()):
                 raise UserError(f"the loss or the gradient is not finite at step {step}")
-            print(json.dumps({"step": step, "loss": loss, "lr": lr, "norm": norm.item(), "sec": times[-1]}), file=log)
+            record = {"step": step, "loss": loss.item(), "lr": lr, "norm": norm.item(), "sec": times[-1]}
+            write_record(record, log, writer)
+            stop = told_to_stop(signals, device)
             due = (step + 1) % args.save_every == 0 or (step + 1) % args.eval_every == 0  # what is evaluated is saved
-            if folder and (due or step + 1 == args.steps or stop):
-                state = {"step": step + 1, "position": loader.position, "rng": [g.get_state() for g in generators]}
-                state |= {"task": task, "args": {name: str(value) for name, value in vars(args).items()}, "best": best}
-                state["model"], state["optim"] = get_state_dict(model, optimizer)
-                if writer:
-                    writer.flush()  # or a kill would lose steps that are not taken again
-                if rank == 0:
-                    save_checkpoint(folder, args.keep, state)
+            if args.checkpoint_dir and (stop or due or step + 1 == args.steps):
+                save_checkpoint(args, run | {"step": step + 1, "position": loader.position}, model, optimizer, log)
             if stop:
                 sys.exit(1)
     finally:  # also after Ctrl-C
-        if writer:
-            with suppress(OSError):  # a full disk, which exit_message() reports
-                writer.close()
-        print_summary(times, total, device, saved["step"])
+        print_summary(times, total, device, run["step"])
+    if args.save and rank == 0:
+        save_whole(args.save, (model.module if ddp else model).cpu().state_dict())
+        print(f"saved the weights in {args.save}")
 
 
 def print_header(args, model, loader):
@@ -481,10 +422,9 @@ def print_header(args, model, loader):
     about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
     print(f"device {args.device} ({chip}) | torch {torch.__version__} | {about} | B {loader.B} T {loader.T}")
     print(f"loaded {loader.size} tokens, and {len(loader.validation)} for validation")
-    print(f"1 epoch = {loader.size // (loader.B * loader.T * args.world_size)} batches", flush=True)
-    accumulation = args.total_batch_size // (loader.B * loader.T * args.world_size)
-    print(f"{args.total_batch_size} tokens per step = {accumulation} micro-steps", end=" ")
-    print(f"* B {loader.B} * T {loader.T} * {args.world_size} ranks", flush=True)
+    print(f"1 epoch = {loader.size // (loader.B * loader.T)} batches", flush=True)
+    if args.warmup_steps >= args.steps:
+        print(f"all {args.steps} steps are warm-up: --warmup-steps is {args.warmup_steps}", flush=True)
 
 
 def synchronize(device):
@@ -503,25 +443,45 @@ def print_summary(times, tokens_per_step, device, start):
         print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""), flush=True)
 
 
-def save_checkpoint(folder, keep, checkpoint):
-    """Write folder/step_N.pt, whole or not at all, then delete all but the `keep` newest. Raises OSError."""
-    with open(folder / "unfinished.tmp", "wb") as file:
-        torch.save(checkpoint, file)
-        file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
-    os.replace(file.name, folder / f"step_{checkpoint['step']:08d}.pt")
-    for old in sorted(folder.glob("step_*.pt"), key=lambda path: (path.stat().st_mtime, path.name))[:-keep]:
-        old.unlink()
-
-
-def keep_best(folder, step):
-    """Make the checkpoint of a step folder/best.pt, too. Raises OSError."""
-    source, unfinished = folder / f"step_{step:08d}.pt", folder / "unfinished.tmp"
-    unfinished.unlink(missing_ok=True)
+def save_whole(path, contents=None):
+    """Write a file for torch.load(), whole or not at all; without contents, only try to. Raises UserError."""
+    unfinished = path.with_name(f"{path.name}.tmp")
     try:
-        os.link(source, unfinished)  # a second name for the same file: nothing is written
-    except OSError:  # not every file system can do that
-        shutil.copyfile(source, unfinished)
-    os.replace(unfinished, folder / "best.pt")
+        with open(unfinished, "wb") as file:
+            torch.save(contents, file)
+            file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
+        if contents:
+            os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch.save met a full disk
+        raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def resume(args, task, model, optimizer, loader):
+    """Load the newest checkpoint, if there is one: a dict of how far the run is. By all ranks. OSError, UserError."""
+    folder, begun = args.checkpoint_dir, {"begun": time.time(), "step": 0, "log": 0, "steps": args.steps, "task": task}
+    saved = load_checkpoint(folder) if folder else None
+    if not args.resume and folder and (saved or (folder / "best.pt").exists()):
+        raise UserError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
+    run = saved or begun
+    for name, value in task.items():
+        if (saved_value := run.get("task", {}).get(name)) != value:
+            raise UserError(f"{folder} has checkpoints of another run: {name} {saved_value}, not {value}")
+    if args.ddp:
+        dist.all_gather_object(steps := [0] * args.world_size, run["step"])
+        if len(set(steps)) > 1:
+            raise UserError(f"the ranks do not see the same {folder}: they would go on from steps {steps}")
+    if folder and not saved and args.rank == 0:
+        save_whole(folder / "step_00000000.pt", run)  # without weights, which follow from the seed
+    if run["step"]:  # a model with dropout needs the states of the random generators, too
+        set_state_dict(model, optimizer, model_state_dict=run.pop("model"), optim_state_dict=run.pop("optim"))
+        loader.position = run["position"]
+        left = "going on" if run["step"] < args.steps else "nothing is left to do"
+        print(f"{left} at step {run['step']} of {args.steps}, from {folder}")
+    if run["steps"] != args.steps:
+        print(f"--steps was {run['steps']}: from here the learning rate follows another schedule")
+    return run | {"steps": args.steps}
 
 
 def load_checkpoint(folder):
@@ -535,6 +495,67 @@ def load_checkpoint(folder):
             print(f"{path} cannot be read: {repr(error)[:200]}", file=sys.stderr)
     if paths:
         raise UserError(f"no checkpoint in {folder} can be read")
+
+
+def save_checkpoint(args, run, model, optimizer, log):
+    """Save step_N.pt, and delete all but the newest. For all ranks together. Raises OSError, UserError."""
+    weights, moments = get_state_dict(model, optimizer)
+    if args.rank == 0:
+        if args.log_file:
+            os.fsync(log.fileno())
+            run["log"] = log.tell()
+        path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
+        save_whole(path, run | {"model": weights, "optim": moments})
+        print(f"saved {path}", flush=True)
+        paths = sorted(sorted(path.parent.glob("step_*.pt")), key=os.path.getmtime)
+        for old in [*paths[: -args.keep], *path.parent.glob("step_*.tmp")]:  # .tmp: a kill in the middle of a save
+            old.unlink()
+
+
+def open_log(args, run):
+    """The log, cut to its length at the checkpoint. Raises OSError, or UserError if it is the log of another run."""
+    if not args.log_file or args.rank > 0:
+        return open(os.devnull, "w")
+    log = open(args.log_file, "a+", buffering=1, errors="replace")
+    size, header = log.tell(), json.dumps({"begun": run["begun"]} | run["task"]) + "\n"
+    log.seek(0)
+    if size < run["log"] or not header.startswith(log.readline()):
+        raise UserError(f"{args.log_file} is not the log of this run")
+    log.seek(log.truncate(run["log"]))
+    if not run["log"]:
+        log.write(header)
+    return log
+
+
+def write_record(record, log, writer):
+    """Write a record to the log, and its numbers under the same names to TensorBoard, if there is a writer."""
+    print(json.dumps(record), file=log)
+    for name, value in record.items() if writer else ():
+        if isinstance(value, float):
+            writer.add_scalar(name, value, record["step"])
+    if writer:
+        writer.flush()  # or a kill would lose steps that are not taken again
+
+
+def report(args, run, step, scores, log, writer):
+    """Print and log the scores of a step. The checkpoint with the lowest validation loss so far becomes best.pt."""
+    print(f"step {step:4d} | val loss {scores['val_loss']:.6f}", end=" | ")
+    print(f"HellaSwag {scores['hellaswag']:.4f}" if args.hellaswag else "no HellaSwag", end=" | ")
+    print(f"{scores['sec']:.1f} s", *map(json.dumps, scores["samples"]), sep="\n    ", flush=True)
+    write_record({"step": step} | scores, log, writer)
+    if step and scores["val_loss"] < run.get("best", math.inf):
+        run["best"] = scores["val_loss"]
+        if args.checkpoint_dir and args.rank == 0:
+            path = args.checkpoint_dir / f"step_{step:08d}.pt"
+            save_whole(path.with_name("best.pt"), torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+
+
+def told_to_stop(signals, device):
+    """Whether a signal has come to any of the ranks: all leave after the same step."""
+    count = torch.tensor(len(signals), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(count)
+    return count.item() > 0
 
 
 class UserError(ValueError):
@@ -552,12 +573,9 @@ def exit_message(error):
         text = f"torch.compile failed: {text[:200]}"
     elif isinstance(error, OSError) and not error.filename:  # stdout failed, and Python would try it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text):
-        time.sleep(5)  # torchrun names the rank that ends first: let it be the one that failed
-        text = f"rank {os.environ.get('RANK')} lost another, whose error is the one to read: {text}"
-    elif isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):  # torch.save met a full disk
-        text = f"{parse_args().checkpoint_dir}: {error.__context__}"
-    elif not isinstance(error, (OSError, ValueError, KeyboardInterrupt)):
+    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):
+        text = f"rank {os.environ['RANK']}: {text}; if another rank failed, its error is the one to read"
+    elif not isinstance(error, (OSError, UserError, DataError, ImportError, KeyboardInterrupt)):
         raise error
     silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # a reader such as head has left, or Ctrl-C
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
@@ -565,7 +583,7 @@ def exit_message(error):
 
 if __name__ == "__main__":
     try:
-        main()
+        record(main)()  # torchrun's report names the rank that failed first, with its traceback
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(exit_message(error))
     if dist.is_initialized():  # main() has freed the model, which could deadlock as the last to hold Gloo's group

@@ -31,9 +31,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 RUNGS = {rung.file: rung for rung in read_ladder()}
-# pretrain/train.py reads other data and evaluates: most of its tests are in test_pretrain.py
-SCRIPTS = [rung.file for rung in RUNGS.values() if rung.part != "pretrain"]
-TRAIN = "pretrain/train.py"
+LONG, TRAIN = "pretrain/long_run.py", "pretrain/train.py"
+SCRIPTS = [script for script in RUNGS if script != TRAIN]  # which evaluates: most of its tests are in test_pretrain.py
 BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # elsewhere the scripts use float32
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 FP16 = "branches/fp16_grad_scaler.py"

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("rung", "branch", "pretrain")  # the tables of ladder.toml
+PARTS = ("rung", "pretrain", "branch")  # the tables of ladder.toml
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 KINDS = ("", "speed", "memory", "quality", "scale")
 PLAIN_GIT = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # a diff is the same for all

@@ -1,0 +1,477 @@
+"""A long run: ddp_run.py, made safe to leave alone, with checkpoints, resume, signals and a log.
+
+A run that is killed at any moment goes on from its newest checkpoint to the same losses as if nothing had happened. So
+a checkpoint holds all that training depends on: 124M weights, 498 MB, two moments of AdamW for each, the step, and the
+place in the text.
+
+When it does not help: it makes no step faster; a run of minutes is as easily begun again.
+
+    torchrun --standalone --nproc_per_node=2 pretrain/long_run.py --steps 5000 --checkpoint-dir runs/a --resume
+    make diff-long    shows what this file changes
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024  # longest sequence, in tokens
+    vocab_size: int = 50304  # 256 bytes, 50,000 merges, <|endoftext|>, and 47 unused, up to a multiple of 128
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which no token sees a later one (Vaswani et al. 2017). (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value from one matmul
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, n_head, T, head_size) each
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, n_head, T, head_size)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU, in the tanh form that GPT-2 was trained with. (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention, then MLP: each reads a normalized copy of the residual stream and adds to it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """GPT-2 (Radford et al. 2019) without dropout, its parameters named as in the Hugging Face checkpoints."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict()
+        self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)  # token embeddings
+        self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)  # position embeddings
+        self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.transformer.ln_f = nn.LayerNorm(config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter: both gradients add up in it
+        self.apply(self._init_weights)
+        for name, p in self.named_parameters():
+            if name.endswith("c_proj.weight"):  # attention's and the MLP's: both end in the residual stream
+                p.data /= math.sqrt(2 * config.n_layer)
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, idx, targets=None):
+        """Token ids (B, T) -> logits (B, T, vocab_size) or, given targets (B, T), the mean cross-entropy in nats."""
+        pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        for block in self.transformer.h:
+            x = block(x)
+        logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, vocab_size)
+        return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+    def configure_optimizers(self):
+        """Fused AdamW. Only matrices (2-D) decay; biases and LayerNorm parameters (1-D) do not. The loop sets lr."""
+        decay = [p for p in self.parameters() if p.dim() >= 2]
+        no_decay = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+
+    @classmethod
+    def from_pretrained(cls, source):
+        """Load GPT-2 in Hugging Face format, from a folder or from the hub. Raises UserError for any other model."""
+        os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+        try:
+            from transformers import GPT2LMHeadModel
+
+            hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True)
+        except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
+            hub = "" if "Repo id" in str(error) else f", and loading from the Hugging Face hub failed: {error}"
+            raise UserError(f"{source}: {error if Path(source).exists() else 'no such folder' + hub}") from None
+        c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
+        found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.activation_function, c.layer_norm_epsilon
+        found += c.tie_word_embeddings, c.scale_attn_weights, c.add_cross_attention, c.scale_attn_by_inverse_layer_idx
+        if bad_keys or found != (50257, 1024, 4 * c.n_embd, "gelu_new", 1e-5, True, True, False, False):
+            raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
+        conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
+        state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
+        wte = state["transformer.wte.weight"]  # the new rows are its mean: zeros would beat GPT-2's negative logits
+        padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
+        state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
+        model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
+        model.load_state_dict(state)
+        return model
+
+
+MODELS = {  # parameters are counted with a tied head (rung 01)
+    "gpt2": GPTConfig(),  # 124M parameters
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 355M
+    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
+    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
+    "nano": GPTConfig(n_layer=4, n_head=4, n_embd=128),  # for a CPU
+}
+
+
+class DataLoaderLite:
+    """Consecutive batches of a UTF-8 text, over and over. Raises UserError if it does not hold even one batch."""
+
+    def __init__(self, path, batch_size, seq_len, rank=0, world_size=1):
+        self.rank, self.world_size = rank, world_size  # the ranks take turns: each reads every world_size-th batch
+        self.B, self.T, self.position = batch_size, seq_len, 0
+        try:
+            text = Path(path).read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: {error}") from None
+        tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # GPT-2's vocabulary, or it is downloaded
+        if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
+            raise UserError(f"there is no {tokenizer}: copy the folder tokenizer/ together with this script")
+        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
+        self.tokens = np.array(tiktoken.get_encoding("gpt2").encode_ordinary(text), dtype=np.uint16)
+        need = self.B * self.T * world_size + 1
+        if len(self.tokens) < need:
+            sizes = f"B {self.B}, T {self.T}, {world_size} ranks"
+            raise UserError(f"{path}: {len(self.tokens)} tokens, but {sizes} need {need}")
+
+    def next_batch(self):
+        """x and y, int64, (B, T) each, on the CPU. y holds the token that follows each token of x."""
+        if self.position + self.B * self.T * self.world_size + 1 > len(self.tokens):
+            self.position = 0
+        start = self.position + self.B * self.T * self.rank
+        tokens = torch.from_numpy(self.tokens[start : start + self.B * self.T + 1].astype(np.int64))
+        self.position += self.B * self.T * self.world_size
+        return tokens[:-1].view(self.B, self.T), tokens[1:].view(self.B, self.T)
+
+
+def get_lr(step, steps, max_lr=6e-4, warmup_steps=10):
+    """The learning rate at a step: linear warm-up, then a cosine (Loshchilov & Hutter 2017) to a tenth at `steps`."""
+    if step < warmup_steps:
+        return max_lr * (step + 1) / warmup_steps  # + 1, or step 0 would change nothing
+    progress = (step - warmup_steps) / (steps - warmup_steps)  # from 0 to just under 1
+    return max_lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def parse_args():
+    """The command line, with the defaults for this machine. A wrong argument ends the script with one line."""
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # keeps errors short
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
+    weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
+    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences, default 4")
+    parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
+    parser.add_argument("--steps", type=int, default=50, help="default 50")
+    parser.add_argument("--seed", type=int, default=1337, help="default 1337")
+    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    parser.add_argument("--data", default=Path(__file__).parents[1] / "input.txt", help="UTF-8 text, default input.txt")
+    parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
+    parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="where to save the final weights, a state dict")
+    parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="where to save checkpoints; default nowhere")
+    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="steps, and at the end; default 250")
+    parser.add_argument("--keep", metavar="K", type=int, default=2, help="how many checkpoints to keep, default 2")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    parser.add_argument("--log-file", metavar="FILE", help="append a line of JSON per step")
+    args = parser.parse_args()
+    args.ddp = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # by torchrun
+    args.rank, args.world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if args.ddp else (0, 1)
+    if args.ddp and args.device == accelerator != "cpu":
+        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"
+    if args.device not in devices:
+        found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
+        parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
+    if not args.init_from and not args.model:
+        args.model = "nano" if args.device == "cpu" else "gpt2"
+    if args.seq_len is None:
+        args.seq_len = 128 if args.model == "nano" else 1024
+    if args.total_batch_size is None:
+        args.total_batch_size = 4096 if args.model == "nano" else 524288
+    if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
+        parser.error("--batch-size and --steps must be at least 1, --seq-len 1 to 1024, --seed 0 to 2**64 - 1")
+    if min(args.save_every, args.keep) < 1 or (args.resume and not args.checkpoint_dir):
+        parser.error("every number must be at least 1, and --resume needs --checkpoint-dir")
+    if args.total_batch_size < 1 or args.total_batch_size % (args.batch_size * args.seq_len * args.world_size):
+        micro_step = f"B {args.batch_size} * T {args.seq_len} * {args.world_size} ranks"
+        parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of {micro_step}")
+    return args
+
+
+def main():
+    args = parse_args()
+    ddp, rank, world_size = args.ddp, args.rank, args.world_size
+    sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w")  # rank 0 alone prints
+    device, B, T, total = torch.device(args.device), args.batch_size, args.seq_len, args.total_batch_size
+    accumulation = total // (B * T * world_size)  # micro-steps per step
+    torch.use_deterministic_algorithms(device.type == "cpu")  # the same seed repeats the losses; slow on a GPU
+    ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # TF32, or plain float32
+    if not ampere_or_later:
+        print("no TF32 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later")
+    use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
+    if not use_bf16:
+        print("no bf16 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later, and with AVX-512")
+
+    torch.manual_seed(args.seed)
+    model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
+    loader = DataLoaderLite(args.data, B, T, rank, world_size)
+    print_header(args, model, loader)
+    print(f"{total} tokens per step = {accumulation} micro-steps * B {B} * T {T} * {world_size} ranks", flush=True)
+    if args.save and rank == 0:
+        save_whole(args.save)  # if it cannot be written, say so before training
+
+    if ddp:
+        torch.get_device_module(device).set_device(device)
+        dist.init_process_group(dist.get_default_backend_for_device(device))
+    model.to(device)
+    model.compile(mode=args.compile_mode if accumulation == 1 else "default")  # CUDA graphs cannot accumulate
+    print("compiling: the first step takes about a minute", flush=True)
+    optimizer = model.configure_optimizers()
+    if ddp:
+        model = nn.parallel.DistributedDataParallel(model)
+    task = {"--model": args.init_from or args.model, "--seq-len": T, "--total-batch-size": total, "--seed": args.seed}
+    task["tokens in --data"] = len(loader.tokens)
+    run = resume(args, task, model, optimizer, loader)
+    log, signals = open_log(args, run), []
+    for number in (signal.SIGINT, signal.SIGTERM) if args.checkpoint_dir else ():
+        signal.signal(number, lambda number, frame: signals.append(number))  # the step ends, and is saved
+    times = []  # seconds per step
+    try:
+        for step in range(run["step"], args.steps):
+            synchronize(device)
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = torch.zeros((), device=device)  # the mean over micro-steps and ranks
+            for micro_step in range(accumulation):
+                x, y = (t.pin_memory() if device.type == "cuda" else t for t in loader.next_batch())
+                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)  # queued: Python goes on
+                with nullcontext() if not ddp or micro_step == accumulation - 1 else model.no_sync():
+                    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
+                        micro_loss = model(x, y) / accumulation
+                    micro_loss.backward()  # gradients add up on each rank; the last micro-step averages over ranks
+                loss += micro_loss.detach() / world_size
+            if ddp:
+                dist.all_reduce(loss)  # the sum over the ranks
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # returns the norm before clipping
+            lr = get_lr(step, args.steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            synchronize(device)
+            times.append(time.perf_counter() - start)
+            print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
+            left = f" | {np.median(times[1:][-10:]) * (args.steps - step - 1) / 60:.1f} min left" if times[1:] else ""
+            print(f"dt {1000 * times[-1]:8.2f} ms | {total / times[-1]:10,.0f} tok/s{left}", flush=True)
+            if not math.isfinite(loss.item() + norm.item()):
+                raise UserError(f"the loss or the gradient is not finite at step {step}")
+            record = {"step": step, "loss": loss.item(), "lr": lr, "norm": norm.item(), "sec": times[-1]}
+            print(json.dumps(record), file=log)
+            stop = told_to_stop(signals, device)
+            if args.checkpoint_dir and (stop or (step + 1) % args.save_every == 0 or step + 1 == args.steps):
+                save_checkpoint(args, run | {"step": step + 1, "position": loader.position}, model, optimizer, log)
+            if stop:
+                sys.exit(1)
+    finally:  # also after Ctrl-C
+        print_summary(times, total, device, run["step"])
+    if args.save and rank == 0:
+        save_whole(args.save, (model.module if ddp else model).cpu().state_dict())
+        print(f"saved the weights in {args.save}")
+
+
+def print_header(args, model, loader):
+    """Print the device, the model, the batch size and the length of the text."""
+    if (args.model, args.device) == ("nano", "cpu"):
+        print("nano, 4 layers and 128 wide, is the default model on a CPU; --model gpt2 trains GPT-2")
+    module = torch.get_device_module(args.device)
+    chip = module.get_device_name(args.device) if hasattr(module, "get_device_name") else platform.machine()
+    about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
+    print(f"device {args.device} ({chip}) | torch {torch.__version__} | {about} | B {loader.B} T {loader.T}")
+    print(f"loaded {len(loader.tokens)} tokens")
+    print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches", flush=True)
+
+
+def synchronize(device):
+    """Wait for the device. Python only queues a GPU's work; without this, the clock would stop before it is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def print_summary(times, tokens_per_step, device, start):
+    """Print the median step, tokens per second and, on a GPU, the most memory that PyTorch allocated."""
+    if times:
+        first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation and other warm-up
+        median = float(np.median(times[first:]))
+        print(f"median of steps {start + first}-{start + len(times) - 1}: {1000 * median:.2f} ms", end=", ")
+        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+        print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""), flush=True)
+
+
+def save_whole(path, contents=None):
+    """Write a file for torch.load(), whole or not at all; without contents, only try to. Raises UserError."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(unfinished, "wb") as file:
+            torch.save(contents, file)
+            file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
+        if contents:
+            os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch.save met a full disk
+        raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def resume(args, task, model, optimizer, loader):
+    """Load the newest checkpoint, if there is one: a dict of how far the run is. By all ranks. OSError, UserError."""
+    folder, begun = args.checkpoint_dir, {"begun": time.time(), "step": 0, "log": 0, "steps": args.steps, "task": task}
+    saved = load_checkpoint(folder) if folder else None
+    if saved and not args.resume:
+        raise UserError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
+    run = saved or begun
+    for name, value in task.items():
+        if (saved_value := run.get("task", {}).get(name)) != value:
+            raise UserError(f"{folder} has checkpoints of another run: {name} {saved_value}, not {value}")
+    if args.ddp:
+        dist.all_gather_object(steps := [0] * args.world_size, run["step"])
+        if len(set(steps)) > 1:
+            raise UserError(f"the ranks do not see the same {folder}: they would go on from steps {steps}")
+    if folder and not saved and args.rank == 0:
+        save_whole(folder / "step_00000000.pt", run)  # without weights, which follow from the seed
+    if run["step"]:  # a model with dropout needs the states of the random generators, too
+        set_state_dict(model, optimizer, model_state_dict=run.pop("model"), optim_state_dict=run.pop("optim"))
+        loader.position = run["position"]
+        left = "going on" if run["step"] < args.steps else "nothing is left to do"
+        print(f"{left} at step {run['step']} of {args.steps}, from {folder}")
+    if run["steps"] != args.steps:
+        print(f"--steps was {run['steps']}: from here the learning rate follows another schedule")
+    return run | {"steps": args.steps}
+
+
+def load_checkpoint(folder):
+    """The newest checkpoint that can be read, or None. Raises OSError, or UserError if there are only damaged ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = sorted(folder.glob("step_*.pt"), reverse=True)
+    for path in paths:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)  # weights_only: it cannot run code
+        except Exception as error:  # a damaged file raises a dozen kinds
+            print(f"{path} cannot be read: {repr(error)[:200]}", file=sys.stderr)
+    if paths:
+        raise UserError(f"no checkpoint in {folder} can be read")
+
+
+def save_checkpoint(args, run, model, optimizer, log):
+    """Save step_N.pt, and delete all but the newest. For all ranks together. Raises OSError, UserError."""
+    weights, moments = get_state_dict(model, optimizer)
+    if args.rank == 0:
+        if args.log_file:
+            os.fsync(log.fileno())
+            run["log"] = log.tell()
+        path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
+        save_whole(path, run | {"model": weights, "optim": moments})
+        print(f"saved {path}", flush=True)
+        paths = sorted(sorted(path.parent.glob("step_*.pt")), key=os.path.getmtime)
+        for old in [*paths[: -args.keep], *path.parent.glob("step_*.tmp")]:  # .tmp: a kill in the middle of a save
+            old.unlink()
+
+
+def open_log(args, run):
+    """The log, cut to its length at the checkpoint. Raises OSError, or UserError if it is the log of another run."""
+    if not args.log_file or args.rank > 0:
+        return open(os.devnull, "w")
+    log = open(args.log_file, "a+", buffering=1, errors="replace")
+    size, header = log.tell(), json.dumps({"begun": run["begun"]} | run["task"]) + "\n"
+    log.seek(0)
+    if size < run["log"] or not header.startswith(log.readline()):
+        raise UserError(f"{args.log_file} is not the log of this run")
+    log.seek(log.truncate(run["log"]))
+    if not run["log"]:
+        log.write(header)
+    return log
+
+
+def told_to_stop(signals, device):
+    """Whether a signal has come to any of the ranks: all leave after the same step."""
+    count = torch.tensor(len(signals), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(count)
+    return count.item() > 0
+
+
+class UserError(ValueError):
+    """An error that the user can fix. It ends the script with one line instead of a traceback."""
+
+
+def exit_message(error):
+    """What to call sys.exit() with: one line if the user can fix the error, or 1. Raises any other error again."""
+    text = " ".join(str(error).split())
+    no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
+    if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
+        args = parse_args()  # once more, for B and T
+        text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
+    elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
+        text = f"torch.compile failed: {text[:200]}"
+    elif isinstance(error, OSError) and not error.filename:  # stdout failed, and Python would try it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):
+        text = f"rank {os.environ['RANK']}: {text}; if another rank failed, its error is the one to read"
+    elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
+        raise error
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # a reader such as head has left, or Ctrl-C
+    return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
+
+
+if __name__ == "__main__":
+    try:
+        record(main)()  # torchrun's report names the rank that failed first, with its traceback
+    except (Exception, KeyboardInterrupt) as error:
+        sys.exit(exit_message(error))
+    if dist.is_initialized():  # main() has freed the model, which could deadlock as the last to hold Gloo's group
+        dist.destroy_process_group()
