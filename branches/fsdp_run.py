@@ -358,13 +358,13 @@ def print_summary(times, tokens_per_step, device, start):
 
 def save_whole(path, contents=None):
     """Write a file for torch.load(), whole or not at all; without contents, only try to. Raises UserError."""
-    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished = Path(f"{path}.tmp")
     try:
         with open(unfinished, "wb") as file:
             torch.save(contents, file)
             file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
-        if contents:
-            os.replace(unfinished, path)
+        if contents or path.is_dir():
+            os.replace(unfinished, path)  # a folder is refused
     except (OSError, RuntimeError) as error:  # RuntimeError: torch.save met a full disk
         raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
     finally:

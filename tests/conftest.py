@@ -35,6 +35,7 @@ LONG, TRAIN = "pretrain/long_run.py", "pretrain/train.py"
 SCRIPTS = [script for script in RUNGS if script != TRAIN]  # which evaluates: most of its tests are in test_pretrain.py
 BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # elsewhere the scripts use float32
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
+NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "sec": 0.0}
 FP16 = "branches/fp16_grad_scaler.py"
 NANO = '"nano": GPTConfig(n_layer=4, n_head=4, n_embd=128)'
 SMALL = '"nano": GPTConfig(n_layer=2, n_head=2, n_embd=32)'  # for what does not depend on the size
@@ -314,7 +315,7 @@ def made_up_gpu(events=None, capability=(9, 0), *others):
 @pytest.fixture
 def no_evaluation(monkeypatch):
     """pretrain/train.py evaluates nothing."""
-    monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: (float("inf"), None, []))
+    monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: NO_SCORES)
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""Kill ddp_run.py with SIGKILL at random moments, resume it each time, and compare with the run that nobody disturbed.
+"""Kill pretrain/long_run.py with SIGKILL at random moments, resume it each time, and compare with an undisturbed run.
 
     python tests/kills.py 50        one line per kill, then the count; status 1 if anything was lost
 
-Two ranks under torchrun train nano on the CPU (or --device cuda, one rank) and save every 3 steps. A third of the kills
-wait for a save to begin. Each run after a kill begins where the last save that was finished ended, and no step is lost
-beyond that; at the end the losses of all steps, and the weights, are those of the undisturbed run, bit for bit. On
-a GPU, whose atomics add in any order, they are so near that a lost step would show.
+It trains nano with two ranks under torchrun (--ranks 1: with one) on the CPU, or with --device cuda on a GPU, and saves
+every 3 steps. A third of the kills wait for a save to begin. Each run after a kill begins where the last save that was
+finished ended, and no step is lost beyond that; at the end the losses of all steps, and the weights, are those of the
+undisturbed run, bit for bit. On a GPU, whose atomics add in any order, they are so near that a lost step would show.
 """
 
 import argparse
@@ -25,22 +25,13 @@ ROOT, EVERY = Path(__file__).resolve().parent.parent, 3
 LOSS, WEIGHTS = 0.004, 1.5e-3  # how far apart a GPU's runs may be. test_ranks.py: a lost step is more, rounding less
 
 
-def start(folder, steps, device):
-    ranks = 2 if device == "cpu" else 1
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
-    command += [
-        f"--nproc_per_node={ranks}",
-        str(ROOT / "ddp_run.py"),
-        "--model",
-        "nano",
-        "--seq-len",
-        "32",
-        "--batch-size",
-        "2",
-    ]
-    command += ["--total-batch-size", "128", "--device", device, "--checkpoint-dir", str(folder), "--resume"]
-    command += ["--save-every", str(EVERY), "--log-file", str(folder / "log.jsonl"), "--steps", str(steps)]
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+def start(folder, args, steps):
+    command = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", "--nproc_per_node", args.ranks]
+    command += [ROOT / "pretrain" / "long_run.py", "--model", "nano", "--seq-len", 32, "--batch-size", 2]
+    command += ["--total-batch-size", 128, "--device", args.device, "--checkpoint-dir", folder, "--resume"]
+    command += ["--save-every", EVERY, "--log-file", folder / "log.jsonl", "--steps", steps]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, *map(str, command)], env=environment, stdout=subprocess.DEVNULL)
 
 
 def family(process):
@@ -62,7 +53,7 @@ def kill(processes):
 def log(folder):
     """step -> loss, of the lines that are whole; raises AssertionError if a step is there twice, or missing."""
     path = folder / "log.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    lines = path.read_text().split("\n")[1:-1] if path.exists() else []  # the first says what run it is
     found = {record["step"]: record["loss"] for record in map(json.loads, lines)}
     assert list(found) == list(range(len(lines))), f"the log has the steps {list(found)}"
     return found
@@ -76,6 +67,16 @@ def changed(folder):
 
 def newest(folder):
     return max((int(path.stem[5:]) for path in folder.glob("step_*.pt")), default=0)
+
+
+def unfinished(folder):
+    """How many bytes there are of a checkpoint that is being written."""
+    for path in folder.glob("step_*.tmp"):
+        try:
+            return path.stat().st_size
+        except FileNotFoundError:  # it has got its name meanwhile
+            pass
+    return 0
 
 
 def compare(calm, stormy, exact):
@@ -101,17 +102,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kills", type=int)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    args.ranks = args.ranks if args.device == "cpu" else 1
     chance, steps = random.Random(args.seed), 8 * max(args.kills, 1)
     with tempfile.TemporaryDirectory() as folder:
         calm, stormy = Path(folder) / "calm", Path(folder) / "stormy"
         calm.mkdir(), stormy.mkdir()
-        assert start(calm, steps, args.device).wait() == 0
+        assert start(calm, args, steps).wait() == 0
         done = while_saving = 0
         while done < args.kills:
             before, written = newest(stormy), changed(stormy)
-            process = start(stormy, steps, args.device)
+            process = start(stormy, args, steps)
             in_a_save, wait = chance.random() < 1 / 3, chance.uniform(0, 0.8 if args.device == "cpu" else 0.1)
             size, patience = 0, time.monotonic() + 300
             while (len(log(stormy)) <= before or changed(stormy) == written) and process.poll() is None:  # a new step
@@ -120,24 +123,20 @@ def main():
             victims = family(process)  # by now the ranks are there
             if in_a_save:
                 while not size and process.poll() is None:  # until some of a checkpoint is written
-                    try:
-                        size = (stormy / "unfinished.tmp").stat().st_size
-                    except FileNotFoundError:
-                        pass
+                    size = unfinished(stormy)
             else:
                 time.sleep(wait)
             if process.poll() is not None:
                 raise AssertionError(f"it ended by itself, with status {process.returncode}")
             kill(victims)
             done += 1
-            reached, kept, rest = len(log(stormy)), newest(stormy), stormy / "unfinished.tmp"
-            size = rest.stat().st_size if rest.exists() else 0
+            reached, kept, size = len(log(stormy)), newest(stormy), unfinished(stormy)
             while_saving += size > 0
             assert kept >= before and reached - kept <= EVERY, f"step {reached} was reached and {kept} kept"
             print(
                 f"kill {done}: after step {reached}, kept {kept}, {size:,} bytes of a checkpoint unfinished", flush=True
             )
-        assert start(stormy, steps, args.device).wait() == 0
+        assert start(stormy, args, steps).wait() == 0
         assert len(log(calm)) == steps, f"the undisturbed run has {len(log(calm))} of {steps} steps"
         loss, off = compare(calm, stormy, exact=args.device == "cpu")
     print(f"{done} kills, {while_saving} of them in a save: {steps} losses and all weights as if undisturbed", end="; ")

@@ -10,19 +10,22 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import EAGER, ROOT, RUNGS, STEP, SUMMARY, TRAIN, load, nano, since, versions, watch
+from conftest import EAGER, LONG, ROOT, RUNGS, STEP, SUMMARY, TRAIN, load, nano, play, since, versions, watch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 SIZES = ["--model", "nano", "--seq-len", 32, "--batch-size", 2, "--total-batch-size", 128]
 SIZES += ["--data", ROOT / "README.md"]  # any text will do, and a short one is soon tokenized
 SCHEDULE = ["--warmup-steps", 10, "--eval-every", 1000]  # of pretrain/train.py
 pytestmark = pytest.mark.usefixtures("no_evaluation")
-SAVING = since("ddp_run.py", among=list(RUNGS))
+SAVING = since(LONG, among=list(RUNGS))
+WEIGHTS = versions("main", among=since("ddp_run.py", among=list(RUNGS)))  # the scripts with --save
 
 
-def train(steps, *args, script="ddp_run.py"):
+def train(steps, *args, script=LONG):
     """Steps of a short run in this process, uncompiled."""
     return watch(script, *SIZES, "--steps", steps, *args, *SCHEDULE * (script == TRAIN))
 
@@ -40,10 +43,17 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def save(script, folder, keep=1, **run):
+    """A checkpoint of a tiny model."""
+    model = torch.nn.Linear(1, 1)
+    args = SimpleNamespace(rank=0, log_file=None, checkpoint_dir=folder, keep=keep)
+    load(script).save_checkpoint(args, run, model, torch.optim.SGD(model.parameters()), None)
+
+
 @pytest.fixture
 def script():
     """Where a test says nothing else."""
-    return "ddp_run.py"
+    return LONG
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +76,7 @@ def left(tmp_path_factory):
         folder = tmp_path_factory.mktemp("left")
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
-            words = "--checkpoint-dir", "saved", "--save-every", 3, "--keep", 3, "--log", "log.jsonl"
+            words = "--checkpoint-dir", "saved", "--save-every", 3, "--keep", 3, "--log-file", "log.jsonl"
             train(8, *words, script=script)
         (folder / "saved" / "step_00000008.pt").unlink(missing_ok=True)
         return folder
@@ -97,8 +107,7 @@ def test_a_checkpoint_holds_all_that_the_training_is(tmp_path, script):
     checkpoint = torch.load(max(saved.glob("step_*.pt")), weights_only=True)
     assert checkpoint["step"] == 6
     assert checkpoint["position"] == 6 * 128
-    assert checkpoint["args"]["seq_len"] == "32" and checkpoint["args"]["seed"] == "1337"
-    assert torch.equal(checkpoint["rng"][0], torch.get_rng_state())
+    assert checkpoint["task"].items() >= {"--model": "nano", "--seq-len": 32, "--total-batch-size": 128}.items()
     model = nano("speedup_10_fused_adamw.py")
     model.load_state_dict(checkpoint["model"])  # strict: plain names, all of them
     assert checkpoint["optim"]["state"].keys() == dict(model.named_parameters()).keys()
@@ -112,10 +121,53 @@ def test_the_weights_are_those_of_the_run_in_every_script_of_this_shape(saved, u
     assert all(torch.equal(p, undisturbed[6].before[name]) for name, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("script", WEIGHTS)
+def test_save_leaves_the_final_weights_for_every_script_of_this_shape(tmp_path, script):
+    path = tmp_path / "weights.pt"
+    path.write_text("of an earlier run")
+    *_, last = train(2, "--save", path, script=script)
+    assert names(tmp_path) == ["weights.pt"]
+    weights = torch.load(path, weights_only=True)
+    assert {p.device.type for p in weights.values()} == {"cpu"}
+    for other in since(7):
+        model = nano(other)
+        model.load_state_dict(weights)  # strict: plain names, all of them
+        assert all(torch.equal(p, last.after[name]) for name, p in model.named_parameters())
+
+
+def full_disk():
+    """From here on a file of more than 1 MiB has no room; call what is returned to end it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("script", WEIGHTS)
+def test_save_writes_all_of_it_or_nothing_and_says_so_before_training_if_it_can(tmp_path, script, refused, monkeypatch):
+    words = "--device", "cpu", *SIZES, "--steps", 2, *SCHEDULE * (script == TRAIN)
+    (tmp_path / "file").touch()
+    path = tmp_path / "weights.pt"
+    path.write_text("of an earlier run")
+    before = names(tmp_path)
+    for place in tmp_path, tmp_path / "nowhere" / "weights.pt", tmp_path / "file" / "weights.pt", "/proc/weights.pt":
+        printed = refused(script, *words, "--save", place, says=str(place))
+        assert "compiling" not in printed
+    end = full_disk()
+    try:
+        printed = refused(script, *words, "--save", path, says=f"{path} cannot be written: .*File too large")
+    finally:
+        end()
+    assert "median of steps" in printed
+    monkeypatch.setattr(load(script).DataLoaderLite, "next_batch", killed)  # Ctrl-C
+    with pytest.raises(KeyboardInterrupt):
+        train(2, "--save", path, script=script)
+    assert names(tmp_path) == before and path.read_text() == "of an earlier run"
+
+
 @pytest.mark.parametrize("script", SAVING)
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(saved, undisturbed, tmp_path, script):
     log = tmp_path / "log.jsonl"
-    steps = train(8, "--checkpoint-dir", saved, "--resume", "--log", log.name, "--save-every", 3, script=script)
+    steps = train(8, "--checkpoint-dir", saved, "--resume", "--log-file", log.name, "--save-every", 3, script=script)
     assert curve(steps) == curve(undisturbed)[6:]
     for resumed, original in zip(steps, undisturbed[6:], strict=True):
         assert all(torch.equal(resumed.before[name], p) for name, p in original.before.items())
@@ -126,15 +178,15 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(saved, undisturbed, tm
 
 
 @pytest.mark.parametrize("script", SAVING)
-def test_nothing_random_is_lost(saved, script):
-    checkpoint = torch.load(saved / "step_00000006.pt", weights_only=True)
-    torch.manual_seed(7)
-    checkpoint["rng"][0] = torch.get_rng_state()
-    torch.save(checkpoint, saved / "step_00000006.pt")
-    train(7, "--checkpoint-dir", saved, "--resume", script=script)
-    drawn = torch.rand(3)
-    torch.manual_seed(7)
-    assert torch.equal(drawn, torch.rand(3))
+def test_no_step_draws_a_random_number(script):
+    """So a checkpoint needs no states of generators."""
+    states = []
+    hook = register_optimizer_step_pre_hook(lambda *_: states.append(torch.get_rng_state()))
+    try:
+        train(3, script=script)
+    finally:
+        hook.remove()
+    assert len(states) == 3 and torch.equal(states[0], states[2])
 
 
 def test_other_micro_batches_go_on_with_the_same_text(saved, undisturbed):
@@ -143,10 +195,23 @@ def test_other_micro_batches_go_on_with_the_same_text(saved, undisturbed):
 
 
 def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(undisturbed, tmp_path):
-    arguments = "--checkpoint-dir", tmp_path / "new" / "folder", "--resume", "--log", tmp_path / "log.jsonl"
+    arguments = "--checkpoint-dir", tmp_path / "new" / "folder", "--resume", "--log-file", tmp_path / "log.jsonl"
     assert curve(train(8, *arguments)) == curve(undisturbed)
     assert train(8, *arguments) == []  # a requeued job that was done
     assert [record["step"] for record in records(tmp_path / "log.jsonl")] == list(range(8))
+
+
+def test_a_resumed_run_says_where_it_goes_on_and_on_what_schedule(saved, script):
+    def said(steps):
+        printed = play(script, *SIZES, "--steps", steps, "--checkpoint-dir", saved, "--resume")
+        return printed.split("compiling: the first step takes about a minute\n")[1].splitlines()
+
+    lines = said(7)
+    assert lines[0] == f"going on at step 6 of 7, from {saved}"
+    assert lines[1].startswith("--steps was 8: from here the learning rate follows another schedule")
+    assert lines[2].startswith("step    6 | ") and lines[3] == f"saved {saved}/step_00000007.pt"
+    assert said(7) == [f"nothing is left to do at step 7 of 7, from {saved}"]
+    assert said(5)[0] == f"nothing is left to do at step 7 of 5, from {saved}"
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -158,8 +223,8 @@ def test_it_keeps_the_newest(tmp_path, keep):
 @pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
 def test_the_newest_is_found_whatever_the_number_of_its_digits(tmp_path, script):
     for step in (999, 1000, 20_000):
-        load(script).save_checkpoint(tmp_path, 2, {"step": step})
-        assert load(script).load_checkpoint(tmp_path) == {"step": step}
+        save(script, tmp_path, keep=2, step=step)
+        assert load(script).load_checkpoint(tmp_path)["step"] == step
 
 
 @pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
@@ -167,9 +232,9 @@ def test_a_checkpoint_of_a_gpu_is_read_where_there_is_none(tmp_path, monkeypatch
     """And with several GPUs not into the first of them by every rank."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-        load(script).save_checkpoint(tmp_path, 1, {"step": 1, "weight": torch.ones(3)})
+        save(script, tmp_path, step=1)
     try:
-        assert load(script).load_checkpoint(tmp_path)["weight"].device.type == "cpu"
+        assert load(script).load_checkpoint(tmp_path)["model"]["weight"].device.type == "cpu"
     except ValueError as error:
         pytest.fail(str(error))
 
@@ -213,17 +278,18 @@ def test_where_all_are_damaged_nothing_is_begun(saved, no_start, script):
         path.write_bytes(b"")
     before = names(saved)
     no_start("--checkpoint-dir", saved, "--resume", says="no checkpoint in .* can be read", lines=3)
-    assert [name for name in names(saved) if name != "unfinished.tmp"] == before
+    assert names(saved) == before
 
 
 @pytest.mark.parametrize("script", SAVING)
 @pytest.mark.parametrize(
     "change, pattern",
     [
-        (["--seq-len", 64], "--seq-len.* 32"),
-        (["--total-batch-size", 256], "--total-batch-size.* 128"),
-        (["--model", "gpt2", "--batch-size", 1], "--model.*n_embd=32"),
-        (["--data", "other.txt"], "--data"),
+        (["--seq-len", 64], "of another run: --seq-len 32, not 64$"),
+        (["--total-batch-size", 256], "of another run: --total-batch-size 128, not 256$"),
+        (["--model", "gpt2", "--batch-size", 1], "of another run: --model nano, not gpt2$"),
+        (["--seed", 7], "of another run: --seed 1337, not 7$"),
+        (["--data", "other.txt"], r"of another run: tokens in --data \d+, not \d+$"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -239,19 +305,16 @@ def test_another_task_is_refused_by_name(saved, monkeypatch, tmp_path, change, p
 def test_what_another_run_left_is_not_touched(saved, tmp_path, no_start, script):
     before = names(saved), (tmp_path / "log.jsonl").read_bytes()
     no_start("--checkpoint-dir", saved, says="has checkpoints: --resume")
-    no_start("--log", tmp_path / "log.jsonl", says="not the log of this run")
+    no_start("--log-file", tmp_path / "log.jsonl", says="not the log of this run")
     new = "--checkpoint-dir", tmp_path / "new", "--resume"
     for _ in range(2):  # to be refused is not to have begun
-        no_start(*new, "--log", tmp_path / "log.jsonl", says="not the log of this run")
-    train(3, "--checkpoint-dir", tmp_path / "other", "--log", tmp_path / "other.jsonl", script=script)
+        no_start(*new, "--log-file", tmp_path / "log.jsonl", says="not the log of this run")
+    train(3, "--checkpoint-dir", tmp_path / "other", "--log-file", tmp_path / "other.jsonl", script=script)
     other = "--checkpoint-dir", tmp_path / "other", "--resume"
-    no_start(*other, "--log", "log.jsonl", says="not the log of this run")
-    assert (
-        [name for name in names(saved) if name != "unfinished.tmp"],
-        (tmp_path / "log.jsonl").read_bytes(),
-    ) == before
+    no_start(*other, "--log-file", "log.jsonl", says="not the log of this run")
+    assert (names(saved), (tmp_path / "log.jsonl").read_bytes()) == before
     (tmp_path / "notes.txt").write_text("To be, or not to be")
-    no_start(*new, "--log", tmp_path / "notes.txt", says="notes.txt")
+    no_start(*new, "--log-file", tmp_path / "notes.txt", says="notes.txt")
     assert (tmp_path / "notes.txt").read_text() == "To be, or not to be"
 
 
@@ -260,19 +323,32 @@ def killed(*args):
 
 
 def test_a_run_that_was_killed_before_it_saved_begins_its_log_again(undisturbed, tmp_path, monkeypatch):
-    arguments = "--checkpoint-dir", tmp_path / "saved", "--resume", "--log", tmp_path / "log.jsonl"
+    arguments = "--checkpoint-dir", tmp_path / "saved", "--resume", "--log-file", tmp_path / "log.jsonl"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(load("ddp_run.py"), "save_checkpoint", killed)
+        patch.setattr(load(LONG), "save_checkpoint", killed)
         train(3, *arguments)
     assert [record["step"] for record in records(tmp_path / "log.jsonl")] == [0, 1, 2]
     assert curve(train(8, *arguments)) == curve(undisturbed)
     assert [record["step"] for record in records(tmp_path / "log.jsonl")] == list(range(8))
 
 
+def test_a_log_that_lacks_what_the_checkpoint_knows_is_refused_and_left(saved, tmp_path, no_start):
+    log = tmp_path / "log.jsonl"
+    whole = log.read_text()
+    for left in ("", whole[: len(whole) // 2]):
+        log.write_text(left)
+        no_start("--checkpoint-dir", saved, "--resume", "--log-file", log.name, says="log.jsonl is not the log of this")
+        assert log.read_text() == left
+    train(7, "--checkpoint-dir", saved, "--resume")  # without a log it goes on, and the log can be found again
+    log.write_text(whole)
+    train(8, "--checkpoint-dir", saved, "--resume", "--log-file", log.name)
+    assert [record["step"] for record in records(log)] == [*range(6), 7]
+
+
 def test_a_log_that_a_kill_cut_short_is_mended(saved, undisturbed, tmp_path):
     log = tmp_path / "log.jsonl"
     os.truncate(log, log.stat().st_size - 5)
-    train(8, "--checkpoint-dir", saved, "--resume", "--log", log.name)
+    train(8, "--checkpoint-dir", saved, "--resume", "--log-file", log.name)
     assert [record["step"] for record in records(log)] == list(range(8))
 
 
@@ -280,20 +356,25 @@ def test_a_log_that_a_kill_cut_short_is_mended(saved, undisturbed, tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path, folder, no_start):
     (tmp_path / "file").write_text("mine")
     no_start("--checkpoint-dir", tmp_path / folder, says=f".*{folder}")
-    no_start("--log", "/proc/log.jsonl", says="proc")
+    no_start("--log-file", "/proc/log.jsonl", says="proc")
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_full_disk_ends_the_run_and_the_last_good_checkpoint_serves(saved, undisturbed, no_start):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))  # a file of more than 1 MiB has no room
+    end = full_disk()
     try:
-        no_start("--checkpoint-dir", saved, "--resume", "--save-every", 1, says=f"{saved}: .*File too large")
+        no_start(
+            "--checkpoint-dir",
+            saved,
+            "--resume",
+            "--save-every",
+            1,
+            says=f"{saved}/step_00000007.pt cannot be written: .*File too large",
+        )
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert names(saved) == ["step_00000003.pt", "step_00000006.pt", "unfinished.tmp"]
+        end()
+    assert names(saved) == ["step_00000003.pt", "step_00000006.pt"]  # what was written of another is gone
     assert curve(train(8, "--checkpoint-dir", saved, "--resume")) == curve(undisturbed)[6:]
-    assert "unfinished.tmp" not in names(saved)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
@@ -312,13 +393,13 @@ def test_a_signal_lets_the_step_end_and_be_saved(tmp_path, monkeypatch, number, 
     signal.signal(number, lambda *_: pytest.fail("the step was not ended"))
     with pytest.raises(SystemExit) as exit:
         train(8, "--checkpoint-dir", tmp_path, script=script)
-    assert exit.value.code == 1 and len(batches) == 4 and names(tmp_path) == ["step_00000002.pt"]
+    assert exit.value.code == 1 and len(batches) == 4 and names(tmp_path)[-1] == "step_00000002.pt"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_run_of_its_own_and_saves_it(tmp_path, number):
-    command = [sys.executable, ROOT / "ddp_run.py", *SIZES, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved"]
+    command = [sys.executable, ROOT / LONG, *SIZES, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved"]
     with subprocess.Popen(map(str, command), stdout=subprocess.PIPE, text=True, env=os.environ | EAGER) as process:
         lines = []
         for line in process.stdout:
@@ -330,19 +411,25 @@ def test_a_signal_ends_a_run_of_its_own_and_saves_it(tmp_path, number):
     steps = [match.groupdict() for match in STEP.finditer("".join(lines))]
     assert 3 <= len(steps) <= 10
     assert SUMMARY.search("".join(lines))["last"] == str(len(steps) - 1)
-    assert names(tmp_path / "saved") == [f"step_{len(steps):08d}.pt"]
+    assert names(tmp_path / "saved") == ["step_00000000.pt", f"step_{len(steps):08d}.pt"]
+    assert f"saved {tmp_path / 'saved'}/step_{len(steps):08d}.pt\n" in lines
 
 
 def test_a_kill_while_saving_costs_that_checkpoint_alone(saved, undisturbed, tmp_path, monkeypatch):
+    at_the_kill = tmp_path / "at the kill"
+
     def cut(state, file):
         file.write(pickle.dumps(state["step"]))
-        raise KeyboardInterrupt  # what comes after it is not done: no rename, no tidying
+        file.flush()
+        shutil.copytree(saved, at_the_kill)  # what comes after it is not done: no rename, no tidying
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(torch, "save", cut)
         train(8, "--checkpoint-dir", saved, "--resume", "--save-every", 1)
-    assert names(saved) == ["step_00000003.pt", "step_00000006.pt", "unfinished.tmp"]
-    assert curve(train(8, "--checkpoint-dir", saved, "--resume")) == curve(undisturbed)[6:]
+    assert names(at_the_kill) == ["step_00000003.pt", "step_00000006.pt", "step_00000007.pt.tmp"]
+    assert curve(train(8, "--checkpoint-dir", at_the_kill, "--resume")) == curve(undisturbed)[6:]
+    assert names(at_the_kill) == ["step_00000006.pt", "step_00000008.pt"]
 
 
 def test_a_damaged_checkpoint_is_not_one_of_those_kept(saved):
@@ -357,29 +444,30 @@ def test_where_times_are_coarse_the_name_says_which_is_newest(tmp_path, monkeypa
         os.utime(tmp_path / f"step_{step:08d}.pt", (0, 0))
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda *args: (replace(*args), os.utime(args[1], (0, 0))))
-    load("ddp_run.py").save_checkpoint(tmp_path, 2, {"step": 4})
+    save(LONG, tmp_path, keep=2, step=4)
     assert names(tmp_path) == ["step_00000003.pt", "step_00000004.pt"]
 
 
-@pytest.mark.parametrize("script", versions("save_checkpoint", among=SAVING))
+@pytest.mark.parametrize("script", versions("save_whole", "save_checkpoint", among=SAVING))
 def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, script):
     events, path = [], tmp_path / "step_00000001.pt"
 
     def look(name, real, *args):
-        size = (tmp_path / "unfinished.tmp").stat().st_size
+        size = (tmp_path / "step_00000001.pt.tmp").stat().st_size
         events.append((name, path.exists()))
         real(*args)
         assert name == "fsync" or path.stat().st_size == size  # all of it was there
 
     for name in ("fsync", "replace"):
         monkeypatch.setattr(os, name, functools.partial(look, name, getattr(os, name)))
-    load(script).save_checkpoint(tmp_path, 1, {"step": 1})
+    save(script, tmp_path, step=1)
     assert events == [("fsync", False), ("replace", False)]
-    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert torch.load(path, weights_only=True)["step"] == 1 and names(tmp_path) == [path.name]
 
 
 @pytest.mark.parametrize("script", versions("main", among=SAVING))
-def test_the_time_left_is_that_of_the_steps_to_come(monkeypatch, script):
-    clock = iter(range(0, 10000, 30))  # a step of 30 seconds: the clock is read twice in each
+def test_the_time_left_is_that_of_the_steps_to_come_and_compilation_does_not_count(monkeypatch, script):
+    reads = [1000, 1600]  # the first step compiles for 10 minutes, each of the others takes 30 seconds
+    clock = iter([*reads, *range(2000, 9000, 30)])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    assert [step.printed["left"] for step in train(5, script=script)] == ["2.0", "1.5", "1.0", "0.5", "0.0"]
+    assert [step.printed["left"] for step in train(5, script=script)] == [None, "1.5", "1.0", "0.5", "0.0"]

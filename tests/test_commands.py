@@ -181,7 +181,7 @@ def trained(tmp_path_factory):
     """What a run leaves in its folder: a checkpoint, the best one, TensorBoard's folder."""
     folder = tmp_path_factory.mktemp("trained")
     sizes = "--steps", 1, "--batch-size", 1, "--seq-len", 16, "--total-batch-size", 16
-    play("ddp_run.py", *sizes, "--checkpoint-dir", folder)
+    play("pretrain/long_run.py", *sizes, "--checkpoint-dir", folder)
     shutil.copy(folder / "step_00000001.pt", folder / "best.pt")
     (folder / "tb").mkdir()
     return folder

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import ROOT, RUNGS, TRAIN, load, versions
+from conftest import ROOT, RUNGS, TRAIN, load, since, versions
 
 BATCH, LENGTH = 3, 5
 LOADERS = versions("DataLoaderLite")
@@ -65,7 +65,7 @@ def test_a_last_batch_that_ends_with_the_text_is_read(script, tmp_path):
     assert torch.equal(third, first)
 
 
-@pytest.mark.parametrize("script", ALL_LOADERS[1:])
+@pytest.mark.parametrize("script", versions("DataLoaderLite", among=since("ddp_run.py", among=list(RUNGS))))
 def test_two_ranks_share_out_the_batches_of_one(short_text, tokens, script):
     DataLoaderLite = load(script).DataLoaderLite
     one = DataLoaderLite(short_text, BATCH, LENGTH)

@@ -7,8 +7,8 @@ import sys
 import export_hf
 import pytest
 import torch
-from checkpoint import load_model
-from conftest import ROOT, load, save_gpt2, watch
+from checkpoint import config_of, load_model
+from conftest import LONG, NO_SCORES, ROOT, load, nano, save_gpt2, watch
 from test_checkpoints import Command
 from test_corpus import END, TRAIN, encode, train, uneven
 
@@ -22,7 +22,7 @@ SHORT = "--batch-size", 2, "--seq-len", 64, "--total-batch-size", 128, "--data",
 def trained(tmp_path_factory):
     """A folder with the checkpoint of a model that has learned a little."""
     folder = tmp_path_factory.mktemp("trained")
-    watch("ddp_run.py", "--model", "nano", "--steps", 8, "--checkpoint-dir", folder, *SHORT)
+    watch(LONG, "--model", "nano", "--steps", 8, "--checkpoint-dir", folder, *SHORT)
     return folder
 
 
@@ -56,7 +56,7 @@ def test_an_exported_model_has_the_same_logits_and_gpt2s_tokenizer(trained, expo
 
 def test_init_from_takes_it_back(exported, trained, monkeypatch):
     """A run begins with the exported weights; only the 47 rows of padding are new."""
-    monkeypatch.setattr(train, "evaluate", lambda *args: (9.0, None, []))
+    monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES)
     (step,) = watch(TRAIN, "--init-from", exported, "--steps", 1, *SHORT)
     wanted = load_model(trained).state_dict()
     assert all(torch.equal(p[:50257], wanted[name][:50257]) for name, p in step.before.items())
@@ -69,6 +69,24 @@ def test_the_export_touches_no_folder_that_is_there(refused, trained, tmp_path):
     refused("tools/export_hf.py", trained, tmp_path / "mine", says=".* exists already$")
     refused("tools/export_hf.py", tmp_path / "mine" / "notes.txt", tmp_path / "new")
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.bin"])
+def test_a_file_of_save_is_read_too(tmp_path, name):
+    words = "--model", "nano", "--steps", 2, *SHORT, "--save", tmp_path / name
+    *_, last = watch("ddp_run.py", *words)
+    model = load_model(tmp_path / name)
+    assert all(torch.equal(p, last.after[name]) for name, p in model.named_parameters())
+    assert model.config == nano(LONG).config
+
+
+def test_the_number_of_heads_is_that_of_the_model_as_wide():
+    """A state dict does not hold it. In a model of another width each head has 64 columns, as in GPT-2's."""
+    script = load(LONG)
+    configs = [*script.MODELS.values(), script.GPTConfig(n_layer=6), script.GPTConfig(n_layer=2, n_head=8, n_embd=512)]
+    for config in configs:
+        with torch.device("meta"):
+            assert config_of(script.GPT(config).state_dict(), script) == config
 
 
 @pytest.mark.parametrize("name", ["best.pt", "step_00000001.pt", "a model.pt"])

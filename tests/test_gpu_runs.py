@@ -49,7 +49,7 @@ def test_nothing_waits_for_the_gpu_between_micro_steps(run, tmp_path, measured):
 def test_more_ranks_than_gpus_is_refused(run, measured):
     done = run("ddp_run.py", torchrun=torch.cuda.device_count() + 1)
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("ddp_run.py: error: "))
-    assert done.returncode != 0 and "there is no cuda:" in line
+    assert done.returncode != 0 and "PyTorch" in line and "finds only cpu, cuda, cuda:0" in line
     measured(line)
 
 

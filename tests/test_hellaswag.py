@@ -7,7 +7,7 @@ import hellaswag
 import numpy as np
 import pytest
 import torch
-from conftest import EAGER, ROOT, watch
+from conftest import EAGER, LONG, ROOT, play
 from test_corpus import encode, train, uneven
 
 
@@ -147,7 +147,7 @@ def trained(tmp_path_factory):
     """A folder of two checkpoints."""
     folder = tmp_path_factory.mktemp("trained")
     short = "--batch-size", 1, "--seq-len", 16, "--total-batch-size", 16, "--data", ROOT / "README.md"
-    watch("ddp_run.py", "--model", "nano", "--steps", 2, "--save-every", 1, "--checkpoint-dir", folder, *short)
+    play(LONG, "--steps", 2, "--save-every", 1, "--checkpoint-dir", folder, *short, full=True)
     return folder
 
 

@@ -16,7 +16,7 @@ import textwrap
 import tokenize
 
 import pytest
-from conftest import ROOT, RUNGS, SCRIPTS, copy_project
+from conftest import LONG, ROOT, RUNGS, SCRIPTS, TRAIN, copy_project
 from ladder import changed_lines, split, with_table
 
 TRAILING = r", (?=[)\]}])"  # the comma that re-wrapping adds
@@ -130,18 +130,22 @@ def test_its_docstring_says_what_kind_of_idea_it_is_and_when_it_does_not_help(sc
     assert any(line.startswith("When it does not help: ") for line in rest)
 
 
-@pytest.mark.parametrize("script", SCRIPTS[:11])
+MAIN = {"baseline.py": 45, "ddp_run.py": 90, LONG: 90, "branches/fsdp_run.py": 90, TRAIN: 110}  # elsewhere 65
+
+
+@pytest.mark.parametrize("script", RUNGS)
 def test_main_tells_the_story_and_no_other_function_is_long(script):
-    """The loop fits on a screen, and has no check but one: that the loss is finite."""
+    """The loop of a rung fits on a screen, and has no check but one: that the loss is finite."""
     tree = ast.parse(source(script))
     lines = {
         node.name: node.end_lineno - node.lineno + 1 for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
     }
-    assert lines.pop("main") <= (45 if script == "baseline.py" else 65)
+    assert lines.pop("main") <= MAIN.get(script, 65)
     assert max(lines.values()) <= 50
     (main,) = (node for node in tree.body if getattr(node, "name", "") == "main")
     kinds = [type(node) for node in ast.walk(main)]
-    assert kinds.count(ast.Try) == kinds.count(ast.Raise) == 1 and ast.ExceptHandler not in kinds
+    assert kinds.count(ast.Try) == 1 and ast.ExceptHandler not in kinds
+    assert kinds.count(ast.Raise) == (2 if script == TRAIN else 1)  # and that a prompt is not too long
 
 
 FETCH = "            x, y = (t.to(device) for t in loader.next_batch())\n"
@@ -264,7 +268,7 @@ def test_a_new_idea_takes_a_file_and_a_row(tmp_path, verdict):
         ('file = "new.py"\nidea = "none"\ntouches = []\nlimit = 1\npart = "branch"', "multiple values"),
         (
             'file = "new.py"\nidea = "none"\ntouches = []\nlimit = 1\n[[rungs]]',
-            "a table is one of rung, branch",
+            "a table is one of rung, pretrain",
         ),
         ("file = ", "Invalid value"),
     ],
@@ -288,15 +292,18 @@ def test_the_ladder_has_the_twelve_files_that_people_type():
     ideas = "weight_tying tf32 bf16 residual_init compile flash_attn vocab_pad adamw_clip cosine_lr fused_adamw".split()
     rungs = [f"speedup_{number:02d}_{idea}.py" for number, idea in enumerate(ideas, start=1)]
     ladder = ["baseline.py", *rungs, "ddp_run.py"]
-    assert [script for script in SCRIPTS if script in ladder] == ladder
+    assert SCRIPTS[: len(ladder)] == ladder
     files = [path.relative_to(ROOT).as_posix() for folder in (".", "branches") for path in ROOT.glob(f"{folder}/*.py")]
-    assert set(files) == set(SCRIPTS) | {"branches/attention_bench.py"}  # which trains nothing: test_branches.py
+    assert set(files) == set(SCRIPTS) - {LONG} | {
+        "branches/attention_bench.py"
+    }  # which trains nothing: test_branches.py
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_is_short_and_stands_alone(script):
     source = (ROOT / script).read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= (320 if script.startswith(("baseline", "speedup")) else 445)
+    most = 320 if script.startswith(("baseline", "speedup")) else 375 if script == "ddp_run.py" else 485
+    assert len(source.splitlines()) <= most
     tree = ast.parse(source)
     used = {"torch", "tiktoken", "numpy"} | set(sys.stdlib_module_names)
     for node in ast.walk(tree):
@@ -317,6 +324,7 @@ def test_a_script_is_short_and_stands_alone(script):
         ("ddp", "DistributedDataParallel"),
         ("fsdp", "fully_shard"),
         ("fp16", "GradScaler"),
+        ("long", "told_to_stop"),
         ("train", "validate"),
     ],
 )

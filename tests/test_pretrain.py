@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.tensorboard
 from checkpoint import load_model
-from conftest import BF16_CPU, EAGER, ROOT, save_gpt2, trouble, watch
+from conftest import BF16_CPU, EAGER, NO_SCORES, ROOT, play, save_gpt2, trouble, watch
 from fineweb import write_shard
 from test_corpus import TRAIN, encode, train
 from test_hellaswag import write_questions
@@ -28,7 +28,7 @@ from test_hellaswag import write_questions
 
 def test_the_training_step_is_that_of_ddp_run(monkeypatch, tmp_path):
     """From the same weights, on the same batch, bit for bit: logits, loss, every gradient, every weight after it."""
-    monkeypatch.setattr(train, "evaluate", lambda *args: (9.0, None, []))
+    monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES)
     monkeypatch.setattr(train, "count_right", None)
     folder = save_gpt2(tmp_path / "gpt2")[0]
     args = ["--init-from", folder, "--steps", 3, "--seq-len", 64, "--total-batch-size", 4 * 64]
@@ -73,7 +73,7 @@ def arguments(text, tmp_path_factory):
 def records(path):
     """A log without its times."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [{key: value for key, value in row.items() if key != "sec"} for row in rows]
+    return [{key: value for key, value in row.items() if key not in ("sec", "begun")} for row in rows]
 
 
 @pytest.fixture(scope="session")
@@ -135,7 +135,7 @@ def test_best_and_last_are_kept(undisturbed):
 
 def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path):
     losses = iter([9.0, 8.0, 7.0, 7.5, 7.2])
-    monkeypatch.setattr(train, "evaluate", lambda *args: (next(losses, 5.0), None, []))
+    monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES | {"val_loss": next(losses, 5.0)})
     folder = save_gpt2(tmp_path / "gpt2")[0]
     args = ["--init-from", folder, "--total-batch-size", 64, "--batch-size", 1, "--seq-len", 64]
     args += ["--data", ROOT / "input.txt"]
@@ -152,18 +152,21 @@ def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path):
     assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 6
 
 
-@pytest.mark.parametrize("option, other", [("--seed", 7), ("--warmup-steps", 20)])
-def test_a_run_goes_on_with_the_same_batches_and_rates_or_not_at_all(monkeypatch, tmp_path, refused, option, other):
-    monkeypatch.setattr(train, "evaluate", lambda *args: (math.inf, None, []))
+@pytest.mark.parametrize("option, default, other", [("--seed", 1337, 7), ("--warmup-steps", 715, 20)])
+def test_a_run_goes_on_with_the_same_batches_and_rates_or_not_at_all(
+    monkeypatch, tmp_path, refused, option, default, other
+):
+    monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES)
     args = ["--device", "cpu", "--batch-size", 1, "--seq-len", 8, "--total-batch-size", 8, "--data", ROOT / "README.md"]
     args += ["--checkpoint-dir", tmp_path / "ck"]
     watch(TRAIN, *args[2:], "--steps", 1)
-    refused(TRAIN, *args, "--steps", 2, "--resume", option, other, says=f"checkpoints of another task, with .*{option}")
+    says = f"checkpoints of another run: {option} {default}, not {other}$"
+    refused(TRAIN, *args, "--steps", 2, "--resume", option, other, says=says)
 
 
 def test_a_run_that_begins_again_leaves_nothing_of_the_first_try(monkeypatch, tmp_path):
     """Its log, whatever the samples hold, goes on where the checkpoint is, and so does TensorBoard."""
-    monkeypatch.setattr(train, "evaluate", lambda *args: (math.inf, None, ["漢字 🙂"]))
+    monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES | {"samples": ["漢字 🙂"]})
     purged, real = [], torch.utils.tensorboard.SummaryWriter
 
     def writer(folder, purge_step):
@@ -172,7 +175,8 @@ def test_a_run_that_begins_again_leaves_nothing_of_the_first_try(monkeypatch, tm
 
     monkeypatch.setattr(torch.utils.tensorboard, "SummaryWriter", writer)
     args = ["--batch-size", 1, "--seq-len", 8, "--total-batch-size", 8, "--data", ROOT / "README.md", "--resume"]
-    args += ["--checkpoint-dir", tmp_path / "ck", "--log", tmp_path / "log.jsonl", "--tensorboard", tmp_path / "tb"]
+    args += ["--checkpoint-dir", tmp_path / "ck", "--log-file", tmp_path / "log.jsonl"]
+    args += ["--tensorboard", tmp_path / "tb"]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(train, "save_checkpoint", lambda *args: exec("raise KeyboardInterrupt"))
         watch(TRAIN, *args, "--steps", 3, "--save-every", 2)
@@ -181,10 +185,22 @@ def test_a_run_that_begins_again_leaves_nothing_of_the_first_try(monkeypatch, tm
     watch(TRAIN, *args, "--steps", 3, "--save-every", 2)
     assert purged == [0, 0, 2]
     lines = (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    assert all(re.fullmatch(r'{"step": [^{]*}', line) for line in lines)  # whole records, one to a line
+    assert all(re.fullmatch(r'{"(step|begun)": [^{]*}', line) for line in lines)  # whole records, one to a line
     log = records(tmp_path / "log.jsonl")
     assert [row["step"] for row in log if "loss" in row] == [0, 1, 2]
     assert [row["samples"] for row in log if "samples" in row] == 2 * [["漢字 🙂"]]
+
+
+@pytest.mark.parametrize("steps, warns", [(20, True), (21, False)])
+def test_a_run_that_is_all_warm_up_is_said_to_be(monkeypatch, steps, warns):
+    """60 steps with the default of 715 would never reach a rate at which anything is learned."""
+    monkeypatch.setattr(train.GPT, "compile", lambda *args, **options: exec("raise KeyboardInterrupt"))
+    printed = []
+    monkeypatch.setattr("builtins.print", lambda *words, **options: printed.append(" ".join(map(str, words))))
+    args = ["--batch-size", 1, "--seq-len", 8, "--total-batch-size", 8, "--data", ROOT / "README.md"]
+    with pytest.raises(KeyboardInterrupt):
+        play(TRAIN, *args, "--steps", steps, "--warmup-steps", 20, compiled=True)
+    assert ("all 20 steps are warm-up: --warmup-steps is 20" in printed) == warns
 
 
 class Alike(torch.nn.Module):
@@ -204,9 +220,9 @@ class Alike(torch.nn.Module):
 def test_an_evaluation_needs_no_gradient_and_its_samples_are_four_texts():
     """Whatever the model would rather say."""
     model, loader = Alike(), train.DataLoaderLite(ROOT / "README.md", 4, 16)
-    loss, accuracy, samples = train.evaluate(model, loader, [], encode("To be"), 1337, torch.device("cpu"), 100)
-    assert loss == pytest.approx(math.log(50257), abs=1e-4) and accuracy is None
-    assert len(set(samples)) == 4 and all(sample.startswith("To be") for sample in samples)
+    scores = train.evaluate(model, loader, [], encode("To be"), 1337, torch.device("cpu"), 100)
+    assert scores["val_loss"] == pytest.approx(math.log(50257), abs=1e-4) and scores["hellaswag"] is None
+    assert len(set(scores["samples"])) == 4 and all(sample.startswith("To be") for sample in scores["samples"])
     assert not any(gradient for _, gradient in model.seen)
     held_out = loader.validation[:97]
     assert model.seen[0][0].flatten().tolist() == held_out[:64].tolist()  # the first tokens held out, and no others
@@ -214,12 +230,12 @@ def test_an_evaluation_needs_no_gradient_and_its_samples_are_four_texts():
 
 
 def scalars(folder):
-    """Tag -> [(step, value)] of TensorBoard's files, without the speed."""
+    """Tag -> [(step, value)] of TensorBoard's files, without the times."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder)).Reload()
-    assert len(events.Scalars("tokens per second")) == 8 and "samples/text_summary" in events.Tags()["tensors"]
-    tags = [tag for tag in events.Tags()["scalars"] if tag != "tokens per second"]
+    assert len(events.Scalars("sec")) == 8 + 4  # steps, and evaluations
+    tags = [tag for tag in events.Tags()["scalars"] if tag != "sec"]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
@@ -227,11 +243,8 @@ def scalars(folder):
 def test_tensorboard_has_what_the_log_has(undisturbed):
     _, folder = undisturbed
     seen, log = scalars(folder / "tb"), records(folder / "log.jsonl")
-    for tag, key in (
-        *(("loss/training", "loss"), ("learning rate", "lr"), ("gradient norm", "norm")),
-        *(("loss/validation", "val_loss"), ("HellaSwag", "hellaswag")),
-    ):
-        wanted = [(row["step"], row[key]) for row in log if key in row]
+    for tag in ("loss", "lr", "norm", "val_loss", "hellaswag"):
+        wanted = [(row["step"], row[tag]) for row in log if tag in row]
         assert [step for step, _ in seen[tag]] == [step for step, _ in wanted], tag
         assert [value for _, value in seen[tag]] == pytest.approx([value for _, value in wanted], rel=1e-6), tag
     assert len(seen) == 5
@@ -343,8 +356,8 @@ WRONG_RUN = {
     "an empty validation shard": (["--data", "hollow"], "hollow: 0 tokens for validation"),
     "a text too short to hold some out": (["--data", "short.txt"], r"1\d\d tokens for validation, T 500"),
     "a prompt longer than 1024": (["--prompt", "word " * 1100], "--prompt: 1101 tokens"),
-    "HellaSwag that is not JSON": (["--hellaswag", "broken.jsonl"], "--hellaswag broken.jsonl: line 1 is no example"),
-    "HellaSwag that is not there": (["--hellaswag", "nowhere.jsonl"], "--hellaswag nowhere.jsonl: .*No such file"),
+    "HellaSwag that is not JSON": (["--hellaswag", "broken.jsonl"], "HellaSwag, broken.jsonl: line 1 is no example"),
+    "HellaSwag that is not there": (["--hellaswag", "nowhere.jsonl"], "HellaSwag, nowhere.jsonl: .*No such file"),
     "HellaSwag on a hub that cannot be reached": (["--hellaswag", "Rowan/hellaswag"], "without a network give a JSONL"),
     "no evaluation": (["--eval-every", "0"], "at least 1"),
     "no warm-up": (["--warmup-steps", "0"], "at least 1"),
@@ -375,12 +388,13 @@ def test_what_is_wrong_with_a_run_is_one_line(case, tmp_path, monkeypatch, refus
 
 @pytest.mark.slow
 def test_pretrain_starts_in_a_folder_of_its_own(run, tmp_path):
-    """Its three files and the tokenizer are all that it takes to get as far as its data."""
+    """Its three files, and the tokenizer one folder up, are all that it takes to get as far as its data."""
+    (tmp_path / "pretrain").mkdir()
     for name in ("train.py", "fineweb.py", "hellaswag.py"):
-        shutil.copy(ROOT / "pretrain" / name, tmp_path)
+        shutil.copy(ROOT / "pretrain" / name, tmp_path / "pretrain")
     shutil.copytree(ROOT / "tokenizer", tmp_path / "tokenizer")
     (tmp_path / "short.txt").write_text("To be, or not to be")
-    done = run("train.py", "--data", tmp_path / "short.txt", folder=tmp_path)
+    done = run(TRAIN, "--data", tmp_path / "short.txt", folder=tmp_path)
     assert done.returncode == 1 and "6 tokens, but B 4" in done.stderr, done.stderr
 
 

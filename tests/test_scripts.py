@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from conftest import BF16_CPU, EAGER, FP16, ROOT, SCRIPTS, STEP, SUMMARY, clips, play, since
+from conftest import BF16_CPU, EAGER, FP16, LONG, ROOT, SCRIPTS, STEP, SUMMARY, clips, play, since
 
 PARAMETERS = {"baseline.py": 13_790_208} | dict.fromkeys(since(1, 7), 7_357_312) | dict.fromkeys(since(7), 7_363_328)
 
@@ -99,7 +99,7 @@ def test_the_lines_are_those_of_the_contract(printed, script):
         assert int(step["step"]) == number
         assert (step["norm"] is not None) == (script in clips())
         assert (step["lr"] is not None) == (script in since(9))
-        assert (step["left"] is not None) == (script in since("ddp_run.py"))
+        assert (step["left"] is not None) == (script in since(LONG) and int(step["step"]) > 0)
         assert step["scale"] == ("65536" if script == FP16 else None) and not step["skipped"]
         ms, rate = float(step["ms"]), float(step["rate"].replace(",", ""))
         assert rate == pytest.approx(tokens / (ms / 1000), rel=1e-3, abs=1)  # tokens per SECOND
@@ -171,7 +171,7 @@ def test_two_ranks_print_once_the_curve_of_one(two_ranks):
         rate = 2048 / float(together["ms"]) * 1000
         assert float(together["rate"].replace(",", "")) == pytest.approx(rate, rel=1e-2, abs=0.51)
     assert "1 epoch = 660 batches\n2048 tokens per step = 4 micro-steps * B 4 * T 128 * 1 ranks" in one
-    assert "1 epoch = 330 batches\n2048 tokens per step = 2 micro-steps * B 4 * T 128 * 2 ranks" in two
+    assert "1 epoch = 660 batches\n2048 tokens per step = 2 micro-steps * B 4 * T 128 * 2 ranks" in two
 
 
 @pytest.mark.slow

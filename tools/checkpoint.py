@@ -1,32 +1,43 @@
-"""Load a GPT from a checkpoint of ddp_run.py or pretrain/train.py, or from GPT-2's weights."""
+"""Load a GPT from a checkpoint of pretrain/, from a file of --save, or from GPT-2's weights."""
 
-import re
 from pathlib import Path
 
 import torch
 from ladder import load
 
 
+def config_of(state, script):
+    """The GPTConfig that a state dict fits. Raises KeyError if it is of no GPT.
+
+    Its shapes do not say how many heads there are: as many as in the --model of this width, else one for every 64
+    columns, as in all models of GPT-2.
+    """
+    n_embd = state["transformer.wte.weight"].size(1)
+    n_layer = sum(name.endswith(".ln_1.weight") for name in state)
+    n_head = next((config.n_head for config in script.MODELS.values() if config.n_embd == n_embd), n_embd // 64)
+    return script.GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+
+
 def load_model(source):
-    """The GPT of a checkpoint, of the newest in a folder of them, or of a name or folder in Hugging Face format.
+    """The GPT of a checkpoint, of the newest in a folder of them, of a file of --save, or of GPT-2's weights.
 
     It is on the CPU, in float32, its vocabulary padded to 50304. Raises ValueError, in one line, if there is none.
     """
-    script, path = load("ddp_run.py"), Path(source)
+    script, path = load("pretrain/long_run.py"), Path(source)
     try:
         if path.is_dir() and any(path.glob("step_*.pt")):
-            checkpoint = script.load_checkpoint(path)
-        elif path.suffix == ".pt" or (path / "best.pt").exists():
-            path = path if path.suffix == ".pt" else path / "best.pt"
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            saved = script.load_checkpoint(path)
+        elif path.is_file() or path.suffix == ".pt" or (path / "best.pt").exists():
+            path = path / "best.pt" if path.is_dir() else path
+            saved = torch.load(path, map_location="cpu", weights_only=True)
         else:
             return script.GPT.from_pretrained(source).eval()
-        numbers = re.findall(r"(\w+)=(\d+)", checkpoint["task"]["--model"])  # of "GPTConfig(block_size=1024, ...)"
-        model = script.GPT(script.GPTConfig(**{name: int(number) for name, number in numbers}))
-        model.load_state_dict(checkpoint["model"])
+        state = saved.get("model", saved)  # --save writes the weights and nothing else
+        model = script.GPT(config_of(state, script))
+        model.load_state_dict(state)
         return model.eval()
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{source}: it is no checkpoint of this project: {error!r}") from None
+    except (AttributeError, KeyError) as error:
+        raise ValueError(f"{source}: it holds no weights of a GPT: {error!r}") from None
     except Exception as error:  # a damaged file raises a dozen kinds
         name = "" if isinstance(error, script.UserError) else f"{source}: "
         raise ValueError(name + " ".join(str(error).split())[:300]) from None
