@@ -1,9 +1,10 @@
-"""DDP (scale): the same training on several GPUs, with half a million tokens per step on any number of them.
+"""DDP (scale): the same training on several GPUs, with half a million tokens per step on 1, 2, 4 or 8 of them.
 
-Every rank, one process per GPU, holds the whole model and adds up the gradients of its own micro-batches. Once per step
-the ranks average them: 124M float32 gradients, 498 MB, sent while the last backward pass is still running.
+torchrun starts one process per GPU, called a rank, with the whole model in each. So many tokens do not fit on a GPU at
+once: a rank adds up the gradients of several micro-batches of B * T tokens. Then the ranks average theirs, 498 MB for
+124M parameters in float32, most of it while the last backward pass is still running.
 
-When it does not help: on one GPU, or over a slow link with a small total batch.
+When it does not help: DDP on one GPU, or over a slow link with a small total batch.
 
     torchrun --standalone --nproc_per_node=2 ddp_run.py    trains on two GPUs; python ddp_run.py on one
     make diff-ddp    shows what this file changes
@@ -212,10 +213,10 @@ def parse_args():
     parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
     parser.add_argument("--save", metavar="FILE", type=Path, help="where to save the final weights, a state dict")
     args = parser.parse_args()
-    args.ddp = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # by torchrun
+    args.ddp = dist.is_torchelastic_launched()  # by torchrun, which says in the environment which rank this is
     args.rank, args.world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if args.ddp else (0, 1)
-    if args.ddp and args.device == accelerator != "cpu":
-        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"
+    if args.ddp and args.device == accelerator and accelerator != "cpu":
+        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"  # each rank has a GPU of its own
     if args.device not in devices:
         found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
         parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
@@ -227,9 +228,12 @@ def parse_args():
         args.total_batch_size = 4096 if args.model == "nano" else 524288
     if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
         parser.error("--batch-size and --steps must be at least 1, --seq-len 1 to 1024, --seed 0 to 2**64 - 1")
-    if args.total_batch_size < 1 or args.total_batch_size % (args.batch_size * args.seq_len * args.world_size):
-        micro_step = f"B {args.batch_size} * T {args.seq_len} * {args.world_size} ranks"
-        parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of {micro_step}")
+    micro_step = args.batch_size * args.seq_len * args.world_size  # tokens, of all ranks together
+    if args.total_batch_size < 1 or args.total_batch_size % micro_step:
+        sizes = f"B {args.batch_size} * T {args.seq_len} * {args.world_size} ranks = {micro_step}"
+        parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of {sizes}")
+    if args.compile_mode != "default" and args.total_batch_size > micro_step:
+        parser.error(f"--compile-mode: CUDA graphs cannot add up gradients; --total-batch-size {micro_step} needs none")
     return args
 
 
@@ -257,28 +261,28 @@ def main():
         save_whole(args.save)  # if it cannot be written, say so before training
 
     if ddp:
-        torch.get_device_module(device).set_device(device)
+        torch.get_device_module(device).set_device(device)  # what NCCL takes
         dist.init_process_group(dist.get_default_backend_for_device(device))
     model.to(device)
-    model.compile(mode=args.compile_mode if accumulation == 1 else "default")  # CUDA graphs cannot accumulate
+    model.compile(mode=args.compile_mode)  # torch.compile in place; step 0 compiles
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = model.configure_optimizers()
     if ddp:
-        model = nn.parallel.DistributedDataParallel(model)
+        model = nn.parallel.DistributedDataParallel(model)  # sends rank 0's weights; backward() averages gradients
     times = []  # seconds per step
     try:
         for step in range(args.steps):
             synchronize(device)
             start = time.perf_counter()
             optimizer.zero_grad()
-            loss = torch.zeros((), device=device)  # the mean over micro-steps and ranks
+            loss = torch.zeros((), device=device)  # to print: will be the mean over micro-steps and ranks
             for micro_step in range(accumulation):
-                x, y = (t.pin_memory() if device.type == "cuda" else t for t in loader.next_batch())
-                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)  # queued: Python goes on
-                with nullcontext() if not ddp or micro_step == accumulation - 1 else model.no_sync():
+                x, y = (t.to(device) for t in loader.next_batch())
+                last = micro_step == accumulation - 1  # until then gradients add up on each rank, and are not sent
+                with model.no_sync() if ddp and not last else nullcontext():
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                         micro_loss = model(x, y) / accumulation
-                    micro_loss.backward()  # gradients add up on each rank; the last micro-step averages over ranks
+                    micro_loss.backward()
                 loss += micro_loss.detach() / world_size
             if ddp:
                 dist.all_reduce(loss)  # the sum over the ranks
@@ -329,14 +333,14 @@ def print_summary(times, tokens_per_step, device):
 
 
 def save_whole(path, contents=None):
-    """Write a file for torch.load(), whole or not at all; without contents, only try to. Raises UserError."""
+    """Write a file for torch.load(), whole or not at all; or only see whether it could be written. UserError."""
     unfinished = Path(f"{path}.tmp")
     try:
         with open(unfinished, "wb") as file:
             torch.save(contents, file)
-        if contents or path.is_dir():
-            os.replace(unfinished, path)  # a folder is refused
-    except (OSError, RuntimeError) as error:  # RuntimeError: torch.save met a full disk
+        if contents or path.is_dir():  # which is an error
+            os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk's OSError
         raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
     finally:
         unfinished.unlink(missing_ok=True)
@@ -357,7 +361,7 @@ def exit_message(error):
         text = f"torch.compile failed: {text[:200]}"
     elif isinstance(error, OSError) and not error.filename:  # stdout failed, and Python would try it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):
+    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # Gloo's
         text = f"rank {os.environ['RANK']}: {text}; if another rank failed, its error is the one to read"
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
@@ -370,5 +374,5 @@ if __name__ == "__main__":
         record(main)()  # torchrun's report names the rank that failed first, with its traceback
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(exit_message(error))
-    if dist.is_initialized():  # main() has freed the model, which could deadlock as the last to hold Gloo's group
+    if dist.is_initialized():  # not in main(), where the model still holds it: with Gloo, freeing that can hang
         dist.destroy_process_group()

@@ -1,7 +1,8 @@
 """FSDP2 (scale): for a model whose weights, gradients and optimizer do not all fit on one GPU.
 
-Each rank keeps a shard of everything, 16 bytes per parameter divided by the number of ranks, and gathers the weights of
-a block only while it computes (ZeRO, Rajbhandari et al. 2020).
+Each rank keeps a shard of everything, 16 bytes per parameter (4 each for weight, gradient and AdamW's two moments)
+divided by the number of ranks, and gathers the weights of a block only to compute with them (ZeRO, Rajbhandari et al.
+2020). Activations are not divided.
 
 When it does not help: if the model fits, DDP sends less. FSDP2 gathers weights and reduces gradients in every
 micro-step, not once per step.
@@ -221,10 +222,10 @@ def parse_args():
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--log-file", metavar="FILE", help="append a line of JSON per step")
     args = parser.parse_args()
-    args.ddp = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # by torchrun
+    args.ddp = dist.is_torchelastic_launched()  # by torchrun, which says in the environment which rank this is
     args.rank, args.world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if args.ddp else (0, 1)
-    if args.ddp and args.device == accelerator != "cpu":
-        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"
+    if args.ddp and args.device == accelerator and accelerator != "cpu":
+        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"  # each rank has a GPU of its own
     if args.device not in devices:
         found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
         parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
@@ -238,9 +239,12 @@ def parse_args():
         parser.error("--batch-size and --steps must be at least 1, --seq-len 1 to 1024, --seed 0 to 2**64 - 1")
     if min(args.save_every, args.keep) < 1 or (args.resume and not args.checkpoint_dir):
         parser.error("every number must be at least 1, and --resume needs --checkpoint-dir")
-    if args.total_batch_size < 1 or args.total_batch_size % (args.batch_size * args.seq_len * args.world_size):
-        micro_step = f"B {args.batch_size} * T {args.seq_len} * {args.world_size} ranks"
-        parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of {micro_step}")
+    micro_step = args.batch_size * args.seq_len * args.world_size  # tokens, of all ranks together
+    if args.total_batch_size < 1 or args.total_batch_size % micro_step:
+        sizes = f"B {args.batch_size} * T {args.seq_len} * {args.world_size} ranks = {micro_step}"
+        parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of {sizes}")
+    if args.compile_mode != "default" and args.total_batch_size > micro_step:
+        parser.error(f"--compile-mode: CUDA graphs cannot add up gradients; --total-batch-size {micro_step} needs none")
     return args
 
 
@@ -268,17 +272,17 @@ def main():
         save_whole(args.save)  # if it cannot be written, say so before training
 
     if ddp:
-        torch.get_device_module(device).set_device(device)
+        torch.get_device_module(device).set_device(device)  # what NCCL takes
         dist.init_process_group(dist.get_default_backend_for_device(device))
         mesh = dist.init_device_mesh(device.type, (world_size,))
-        for part in (*model.transformer.h, model):  # the last takes what is not in a block
-            fully_shard(part, mesh=mesh)
+        for part in (*model.transformer.h, model):  # each is gathered at once; the last is what is in no block
+            fully_shard(part, mesh=mesh)  # on the device, in place: from here on the parameters are shards
     model.to(device)
-    model.compile(mode=args.compile_mode if accumulation == 1 else "default")  # CUDA graphs cannot accumulate
+    model.compile(mode=args.compile_mode)  # torch.compile in place; step 0 compiles
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = model.configure_optimizers()
-    task = {"--model": args.init_from or args.model, "--seq-len": T, "--total-batch-size": total, "--seed": args.seed}
-    task["tokens in --data"] = len(loader.tokens)
+    task = {"--model": args.model, "--init-from": args.init_from, "--seq-len": T, "--seed": args.seed}
+    task |= {"--total-batch-size": total, "tokens in --data": len(loader.tokens)}  # the rest may change on the way
     run = resume(args, task, model, optimizer, loader)
     log, signals = open_log(args, run), []
     for number in (signal.SIGINT, signal.SIGTERM) if args.checkpoint_dir else ():
@@ -289,18 +293,17 @@ def main():
             synchronize(device)
             start = time.perf_counter()
             optimizer.zero_grad()
-            loss = torch.zeros((), device=device)  # the mean over micro-steps and ranks
+            loss = torch.zeros((), device=device)  # to print: will be the mean over micro-steps and ranks
             for _ in range(accumulation):
-                x, y = (t.pin_memory() if device.type == "cuda" else t for t in loader.next_batch())
-                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)  # queued: Python goes on
+                x, y = (t.to(device) for t in loader.next_batch())
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                     micro_loss = model(x, y) / accumulation
-                micro_loss.backward()  # each averages over ranks: what adds up is a shard
+                micro_loss.backward()  # averages over the ranks, and adds this rank's shard of it to the gradient
                 loss += micro_loss.detach() / world_size
             if ddp:
                 dist.all_reduce(loss)  # the sum over the ranks
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # returns the norm before clipping
-            norm = norm.full_tensor() if ddp else norm
+            norm = norm.full_tensor() if ddp else norm  # of all shards, as a number to print
             lr = get_lr(step, args.steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -312,17 +315,17 @@ def main():
             print(f"dt {1000 * times[-1]:8.2f} ms | {total / times[-1]:10,.0f} tok/s{left}", flush=True)
             if not math.isfinite(loss.item() + norm.item()):
                 raise UserError(f"the loss or the gradient is not finite at step {step}")
-            record = {"step": step, "loss": loss.item(), "lr": lr, "norm": norm.item(), "sec": times[-1]}
-            print(json.dumps(record), file=log)
+            row = {"step": step, "loss": loss.item(), "lr": lr, "norm": norm.item(), "sec": times[-1]}
+            print(json.dumps(row), file=log)
             stop = told_to_stop(signals, device)
             if args.checkpoint_dir and (stop or (step + 1) % args.save_every == 0 or step + 1 == args.steps):
                 save_checkpoint(args, run | {"step": step + 1, "position": loader.position}, model, optimizer, log)
-            if stop:
+            if stop and step + 1 < args.steps:
                 sys.exit(1)
     finally:  # also after Ctrl-C
         print_summary(times, total, device, run["step"])
     if args.save:
-        weights, _ = get_state_dict(model, (), options=WHOLE)  # all ranks join their shards
+        weights, _ = get_state_dict(model, (), options=WHOLE)  # for all ranks together: without one it would hang
     if args.save and rank == 0:
         save_whole(args.save, weights)
         print(f"saved the weights in {args.save}")
@@ -357,30 +360,31 @@ def print_summary(times, tokens_per_step, device, start):
 
 
 def save_whole(path, contents=None):
-    """Write a file for torch.load(), whole or not at all; without contents, only try to. Raises UserError."""
+    """Write a file for torch.load(), whole or not at all; or only see whether it could be written. UserError."""
     unfinished = Path(f"{path}.tmp")
     try:
         with open(unfinished, "wb") as file:
             torch.save(contents, file)
             file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
-        if contents or path.is_dir():
-            os.replace(unfinished, path)  # a folder is refused
-    except (OSError, RuntimeError) as error:  # RuntimeError: torch.save met a full disk
+        if contents or path.is_dir():  # which is an error
+            os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk's OSError
         raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # the shards joined, on rank 0
+# A checkpoint is that of long_run.py on any number of ranks: shards are joined on rank 0 to save, and cut to load
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def resume(args, task, model, optimizer, loader):
     """Load the newest checkpoint, if there is one: a dict of how far the run is. By all ranks. OSError, UserError."""
-    folder, begun = args.checkpoint_dir, {"begun": time.time(), "step": 0, "log": 0, "steps": args.steps, "task": task}
+    folder, run = args.checkpoint_dir, {"task": task, "steps": args.steps, "step": 0, "log": 0, "begun": time.time()}
     saved = load_checkpoint(folder) if folder else None
-    if saved and not args.resume:
+    if saved and saved["step"] and not args.resume:
         raise UserError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
-    run = saved or begun
+    run = saved if saved and args.resume else run
     for name, value in task.items():
         if (saved_value := run.get("task", {}).get(name)) != value:
             raise UserError(f"{folder} has checkpoints of another run: {name} {saved_value}, not {value}")
@@ -388,14 +392,14 @@ def resume(args, task, model, optimizer, loader):
         dist.all_gather_object(steps := [0] * args.world_size, run["step"])
         if len(set(steps)) > 1:
             raise UserError(f"the ranks do not see the same {folder}: they would go on from steps {steps}")
-    if folder and not saved and args.rank == 0:
-        save_whole(folder / "step_00000000.pt", run)  # without weights, which follow from the seed
+    if folder and not run["step"] and args.rank == 0:
+        save_whole(folder / "step_00000000.pt", run)  # no weights yet, but whose log it is, if it is killed now
     if run["step"]:  # a model with dropout needs the states of the random generators, too
         parts = {"model_state_dict": run.pop("model"), "optim_state_dict": run.pop("optim")}
         set_state_dict(model, optimizer, **parts, options=WHOLE)
         loader.position = run["position"]
-        left = "going on" if run["step"] < args.steps else "nothing is left to do"
-        print(f"{left} at step {run['step']} of {args.steps}, from {folder}")
+    if folder:
+        print(f"{run['step']} of {args.steps} steps are done, in {folder}", flush=True)
     if run["steps"] != args.steps:
         print(f"--steps was {run['steps']}: from here the learning rate follows another schedule")
     return run | {"steps": args.steps}
@@ -404,7 +408,7 @@ def resume(args, task, model, optimizer, loader):
 def load_checkpoint(folder):
     """The newest checkpoint that can be read, or None. Raises OSError, or UserError if there are only damaged ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = sorted(folder.glob("step_*.pt"), reverse=True)
+    paths = sorted(folder.glob("step_????????.pt"), reverse=True)
     for path in paths:
         try:
             # weights_only: it cannot run code; mmap: all ranks of a machine read one copy
@@ -420,13 +424,13 @@ def save_checkpoint(args, run, model, optimizer, log):
     weights, moments = get_state_dict(model, optimizer, options=WHOLE)
     if args.rank == 0:
         if args.log_file:
-            os.fsync(log.fileno())
+            os.fsync(log.fileno())  # or after a power cut it could be shorter than this
             run["log"] = log.tell()
         path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
         save_whole(path, run | {"model": weights, "optim": moments})
         print(f"saved {path}", flush=True)
-        paths = sorted(sorted(path.parent.glob("step_*.pt")), key=os.path.getmtime)
-        for old in [*paths[: -args.keep], *path.parent.glob("step_*.tmp")]:  # .tmp: a kill in the middle of a save
+        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # one above is damaged
+        for old in [*paths[: -args.keep], *path.parent.glob("*.pt.tmp")]:  # .tmp: a kill in the middle of a save
             old.unlink()
 
 
@@ -435,12 +439,12 @@ def open_log(args, run):
     if not args.log_file or args.rank > 0:
         return open(os.devnull, "w")
     log = open(args.log_file, "a+", buffering=1, errors="replace")
-    size, header = log.tell(), json.dumps({"begun": run["begun"]} | run["task"]) + "\n"
+    size, header = log.tell(), json.dumps({"begun": run["begun"]} | run["task"]) + "\n"  # of this run and no other
     log.seek(0)
-    if size < run["log"] or not header.startswith(log.readline()):
-        raise UserError(f"{args.log_file} is not the log of this run")
-    log.seek(log.truncate(run["log"]))
-    if not run["log"]:
+    if size and (size < run["log"] or not header.startswith(log.readline())):  # a kill could have cut the header
+        raise UserError(f"{args.log_file} is not the log of this run, or lacks a part of it: take another file")
+    log.seek(log.truncate(min(size, run["log"])))
+    if not log.tell():
         log.write(header)
     return log
 
@@ -468,7 +472,7 @@ def exit_message(error):
         text = f"torch.compile failed: {text[:200]}"
     elif isinstance(error, OSError) and not error.filename:  # stdout failed, and Python would try it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):
+    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # Gloo's
         text = f"rank {os.environ['RANK']}: {text}; if another rank failed, its error is the one to read"
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
@@ -481,5 +485,5 @@ if __name__ == "__main__":
         record(main)()  # torchrun's report names the rank that failed first, with its traceback
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(exit_message(error))
-    if dist.is_initialized():  # main() has freed the model, which could deadlock as the last to hold Gloo's group
+    if dist.is_initialized():  # not in main(), where the model still holds it: with Gloo, freeing that can hang
         dist.destroy_process_group()

@@ -1,7 +1,8 @@
 """Pre-training: long_run.py on shards of tokens, with validation, samples and HellaSwag along the way.
 
-All three stay inside torch.compile and are shared by the ranks, because each is a forward pass of one fixed shape:
-shorter inputs are padded, and no token sees a later one. The defaults are the recipe of GPT-2 124M on 10B tokens.
+Each is a forward pass of one fixed shape, so torch.compile takes it, too: shorter inputs are padded, and no token sees
+a later one. The ranks divide the work. A step that is evaluated is saved first; a run resumed there evaluates it
+again. The defaults are the recipe of GPT-2 124M on 10B tokens.
 
 When it does not help: to measure speed. An evaluation takes time that no printed step shows.
 
@@ -194,7 +195,7 @@ class DataLoaderLite:
     def read(self, start, n):
         """n tokens of an endless stream, from a place in it: in each epoch all shards, in an order of its own. (n,)
 
-        Raises ValueError for a damaged shard.
+        Raises DataError for a damaged shard.
         """
         epoch, start = divmod(start, self.size)
         pieces = []
@@ -232,7 +233,7 @@ def generate(model, prompt, seed, device):
     idx = torch.tensor([prompt + [0] * 32])  # (1, T), one shape throughout
     generator = torch.Generator().manual_seed(seed % 2**64)
     for i in range(len(prompt), idx.size(1)):
-        logits = model(idx.to(device))[0, i - 1, :50257]  # (vocab_size,): the zeros from i on are not seen
+        logits = model(idx.to(device))[0, i - 1, :50257]  # (50257,), no padding; zeros from i on are not seen
         weights, tokens = (t.cpu() for t in logits.float().softmax(dim=-1).topk(50))
         idx[0, i] = tokens[torch.multinomial(weights, 1, generator=generator)]
     return idx[0]
@@ -250,9 +251,9 @@ def evaluate(model, loader, examples, prompt, seed, device, limit):
         mine, parts = parts[0], [None] * world_size
         dist.all_gather_object(parts, mine)
     losses, counts, right, seen, samples = zip(*parts, strict=True)
-    samples = [samples[i % world_size][i // world_size] for i in range(4)]
+    samples = [samples[i % world_size][i // world_size] for i in range(4)]  # rank r made r, r + world_size, ...
     accuracy, seconds = sum(right) / sum(seen) if examples else None, time.perf_counter() - start
-    return {"val_loss": sum(losses) / sum(counts), "hellaswag": accuracy, "samples": samples, "sec": seconds}
+    return {"val_loss": sum(losses) / sum(counts), "hellaswag": accuracy, "samples": samples, "eval_sec": seconds}
 
 
 def get_lr(step, steps, max_lr=6e-4, warmup_steps=715):
@@ -291,10 +292,10 @@ def parse_args():
     parser.add_argument("--hellaswag", metavar="FILE.jsonl", help="or its name on the hub, Rowan/hellaswag")
     parser.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
     args = parser.parse_args()
-    args.ddp = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # by torchrun
+    args.ddp = dist.is_torchelastic_launched()  # by torchrun, which says in the environment which rank this is
     args.rank, args.world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if args.ddp else (0, 1)
-    if args.ddp and args.device == accelerator != "cpu":
-        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"
+    if args.ddp and args.device == accelerator and accelerator != "cpu":
+        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"  # each rank has a GPU of its own
     if args.device not in devices:
         found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
         parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
@@ -309,9 +310,12 @@ def parse_args():
     numbers = args.save_every, args.keep, args.warmup_steps, args.eval_every
     if min(numbers) < 1 or (args.resume and not args.checkpoint_dir):
         parser.error("every number must be at least 1, and --resume needs --checkpoint-dir")
-    if args.total_batch_size < 1 or args.total_batch_size % (args.batch_size * args.seq_len * args.world_size):
-        micro_step = f"B {args.batch_size} * T {args.seq_len} * {args.world_size} ranks"
-        parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of {micro_step}")
+    micro_step = args.batch_size * args.seq_len * args.world_size  # tokens, of all ranks together
+    if args.total_batch_size < 1 or args.total_batch_size % micro_step:
+        sizes = f"B {args.batch_size} * T {args.seq_len} * {args.world_size} ranks = {micro_step}"
+        parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of {sizes}")
+    if args.compile_mode != "default" and args.total_batch_size > micro_step:
+        parser.error(f"--compile-mode: CUDA graphs cannot add up gradients; --total-batch-size {micro_step} needs none")
     return args
 
 
@@ -333,6 +337,8 @@ def main():
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
     loader = DataLoaderLite(args.data, B, T, rank, world_size, args.seed)
+    if args.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
     examples = read_examples(args.hellaswag) if args.hellaswag else []
     prompt = loader.encoding.encode_ordinary(args.prompt) or [loader.encoding.eot_token]
     if len(prompt) + 32 > model.config.block_size:
@@ -343,30 +349,27 @@ def main():
         save_whole(args.save)  # if it cannot be written, say so before training
 
     if ddp:
-        torch.get_device_module(device).set_device(device)
+        torch.get_device_module(device).set_device(device)  # what NCCL takes
         dist.init_process_group(dist.get_default_backend_for_device(device))
     model.to(device)
-    mode = args.compile_mode if accumulation == 1 else "default"  # CUDA graphs cannot accumulate
-    model.compile(mode=mode, dynamic=False)  # else an evaluation would change the graph that training runs
-    raw_model = model  # an evaluation has no gradients to send
+    model.compile(mode=args.compile_mode, dynamic=False)  # else an evaluation would change the graph of training
+    raw_model = model  # to evaluate without DDP, whose forward passes all ranks must take together
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = model.configure_optimizers()
     if ddp:
-        model = nn.parallel.DistributedDataParallel(model)
-    task = {"--model": args.init_from or args.model, "--seq-len": T, "--total-batch-size": total, "--seed": args.seed}
-    task |= {"tokens in --data": loader.size, "--warmup-steps": args.warmup_steps}
+        model = nn.parallel.DistributedDataParallel(model)  # sends rank 0's weights; backward() averages gradients
+    task = {"--model": args.model, "--init-from": args.init_from, "--seq-len": T, "--seed": args.seed}
+    task |= {"--total-batch-size": total, "tokens in --data": loader.size, "--warmup-steps": args.warmup_steps}
     run = resume(args, task, model, optimizer, loader)
-    log, writer, signals = open_log(args, run), None, []
-    if args.tensorboard and rank == 0:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(args.tensorboard, purge_step=run["step"] if args.resume else None)
+    log, signals = open_log(args, run), []
+    purge = {"purge_step": run["step"]} if args.resume else {}  # what TensorBoard has of later steps is taken again
+    writer = SummaryWriter(args.tensorboard, **purge) if args.tensorboard and rank == 0 else None
     for number in (signal.SIGINT, signal.SIGTERM) if args.checkpoint_dir else ():
         signal.signal(number, lambda number, frame: signals.append(number))  # the step ends, and is saved
     times = []  # seconds per step
     try:
-        for step in range(run["step"], args.steps + 1):
-            if step % args.eval_every == 0 or step == args.steps:
+        for step in range(run["step"], args.steps + 1):  # once more, for the last evaluation
+            if step % args.eval_every == 0 or step == args.steps or (step == run["step"] and run.get("due")):
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                     scores = evaluate(raw_model, loader, examples, prompt, args.seed, device, max(20 * total, 2**17))
                 report(args, run, step, scores, log, writer)
@@ -375,14 +378,14 @@ def main():
             synchronize(device)
             start = time.perf_counter()
             optimizer.zero_grad()
-            loss = torch.zeros((), device=device)  # the mean over micro-steps and ranks
+            loss = torch.zeros((), device=device)  # to print: will be the mean over micro-steps and ranks
             for micro_step in range(accumulation):
-                x, y = (t.pin_memory() if device.type == "cuda" else t for t in loader.next_batch())
-                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)  # queued: Python goes on
-                with nullcontext() if not ddp or micro_step == accumulation - 1 else model.no_sync():
+                x, y = (t.to(device) for t in loader.next_batch())
+                last = micro_step == accumulation - 1  # until then gradients add up on each rank, and are not sent
+                with model.no_sync() if ddp and not last else nullcontext():
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                         micro_loss = model(x, y) / accumulation
-                    micro_loss.backward()  # gradients add up on each rank; the last micro-step averages over ranks
+                    micro_loss.backward()
                 loss += micro_loss.detach() / world_size
             if ddp:
                 dist.all_reduce(loss)  # the sum over the ranks
@@ -398,13 +401,14 @@ def main():
             print(f"dt {1000 * times[-1]:8.2f} ms | {total / times[-1]:10,.0f} tok/s{left}", flush=True)
             if not math.isfinite(loss.item() + norm.item()):
                 raise UserError(f"the loss or the gradient is not finite at step {step}")
-            record = {"step": step, "loss": loss.item(), "lr": lr, "norm": norm.item(), "sec": times[-1]}
-            write_record(record, log, writer)
+            row = {"step": step, "loss": loss.item(), "lr": lr, "norm": norm.item(), "sec": times[-1]}
+            write_row(row, log, writer)
             stop = told_to_stop(signals, device)
-            due = (step + 1) % args.save_every == 0 or (step + 1) % args.eval_every == 0  # what is evaluated is saved
-            if args.checkpoint_dir and (stop or due or step + 1 == args.steps):
-                save_checkpoint(args, run | {"step": step + 1, "position": loader.position}, model, optimizer, log)
-            if stop:
+            due = (step + 1) % args.eval_every == 0 or step + 1 == args.steps  # to be evaluated, so saved before
+            if args.checkpoint_dir and (stop or due or (step + 1) % args.save_every == 0):
+                state = {"step": step + 1, "position": loader.position, "due": due}
+                save_checkpoint(args, run | state, model, optimizer, log)
+            if stop and step + 1 < args.steps:
                 sys.exit(1)
     finally:  # also after Ctrl-C
         print_summary(times, total, device, run["step"])
@@ -444,15 +448,15 @@ def print_summary(times, tokens_per_step, device, start):
 
 
 def save_whole(path, contents=None):
-    """Write a file for torch.load(), whole or not at all; without contents, only try to. Raises UserError."""
+    """Write a file for torch.load(), whole or not at all; or only see whether it could be written. UserError."""
     unfinished = Path(f"{path}.tmp")
     try:
         with open(unfinished, "wb") as file:
             torch.save(contents, file)
             file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
-        if contents or path.is_dir():
-            os.replace(unfinished, path)  # a folder is refused
-    except (OSError, RuntimeError) as error:  # RuntimeError: torch.save met a full disk
+        if contents or path.is_dir():  # which is an error
+            os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk's OSError
         raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
     finally:
         unfinished.unlink(missing_ok=True)
@@ -460,11 +464,13 @@ def save_whole(path, contents=None):
 
 def resume(args, task, model, optimizer, loader):
     """Load the newest checkpoint, if there is one: a dict of how far the run is. By all ranks. OSError, UserError."""
-    folder, begun = args.checkpoint_dir, {"begun": time.time(), "step": 0, "log": 0, "steps": args.steps, "task": task}
+    folder, run = args.checkpoint_dir, {"task": task, "steps": args.steps, "step": 0, "log": 0, "begun": time.time()}
     saved = load_checkpoint(folder) if folder else None
-    if not args.resume and folder and (saved or (folder / "best.pt").exists()):
+    if folder and not saved and (folder / "best.pt").exists():
+        raise UserError(f"{folder} has the best.pt of another run: begin in another folder")
+    if saved and saved["step"] and not args.resume:
         raise UserError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
-    run = saved or begun
+    run = saved if saved and args.resume else run
     for name, value in task.items():
         if (saved_value := run.get("task", {}).get(name)) != value:
             raise UserError(f"{folder} has checkpoints of another run: {name} {saved_value}, not {value}")
@@ -472,13 +478,13 @@ def resume(args, task, model, optimizer, loader):
         dist.all_gather_object(steps := [0] * args.world_size, run["step"])
         if len(set(steps)) > 1:
             raise UserError(f"the ranks do not see the same {folder}: they would go on from steps {steps}")
-    if folder and not saved and args.rank == 0:
-        save_whole(folder / "step_00000000.pt", run)  # without weights, which follow from the seed
+    if folder and not run["step"] and args.rank == 0:
+        save_whole(folder / "step_00000000.pt", run)  # no weights yet, but whose log it is, if it is killed now
     if run["step"]:  # a model with dropout needs the states of the random generators, too
         set_state_dict(model, optimizer, model_state_dict=run.pop("model"), optim_state_dict=run.pop("optim"))
         loader.position = run["position"]
-        left = "going on" if run["step"] < args.steps else "nothing is left to do"
-        print(f"{left} at step {run['step']} of {args.steps}, from {folder}")
+    if folder:
+        print(f"{run['step']} of {args.steps} steps are done, in {folder}", flush=True)
     if run["steps"] != args.steps:
         print(f"--steps was {run['steps']}: from here the learning rate follows another schedule")
     return run | {"steps": args.steps}
@@ -487,7 +493,7 @@ def resume(args, task, model, optimizer, loader):
 def load_checkpoint(folder):
     """The newest checkpoint that can be read, or None. Raises OSError, or UserError if there are only damaged ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = sorted(folder.glob("step_*.pt"), reverse=True)
+    paths = sorted(folder.glob("step_????????.pt"), reverse=True)
     for path in paths:
         try:
             return torch.load(path, map_location="cpu", weights_only=True)  # weights_only: it cannot run code
@@ -502,13 +508,13 @@ def save_checkpoint(args, run, model, optimizer, log):
     weights, moments = get_state_dict(model, optimizer)
     if args.rank == 0:
         if args.log_file:
-            os.fsync(log.fileno())
+            os.fsync(log.fileno())  # or after a power cut it could be shorter than this
             run["log"] = log.tell()
         path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
         save_whole(path, run | {"model": weights, "optim": moments})
         print(f"saved {path}", flush=True)
-        paths = sorted(sorted(path.parent.glob("step_*.pt")), key=os.path.getmtime)
-        for old in [*paths[: -args.keep], *path.parent.glob("step_*.tmp")]:  # .tmp: a kill in the middle of a save
+        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # one above is damaged
+        for old in [*paths[: -args.keep], *path.parent.glob("*.pt.tmp")]:  # .tmp: a kill in the middle of a save
             old.unlink()
 
 
@@ -517,32 +523,32 @@ def open_log(args, run):
     if not args.log_file or args.rank > 0:
         return open(os.devnull, "w")
     log = open(args.log_file, "a+", buffering=1, errors="replace")
-    size, header = log.tell(), json.dumps({"begun": run["begun"]} | run["task"]) + "\n"
+    size, header = log.tell(), json.dumps({"begun": run["begun"]} | run["task"]) + "\n"  # of this run and no other
     log.seek(0)
-    if size < run["log"] or not header.startswith(log.readline()):
-        raise UserError(f"{args.log_file} is not the log of this run")
-    log.seek(log.truncate(run["log"]))
-    if not run["log"]:
+    if size and (size < run["log"] or not header.startswith(log.readline())):  # a kill could have cut the header
+        raise UserError(f"{args.log_file} is not the log of this run, or lacks a part of it: take another file")
+    log.seek(log.truncate(min(size, run["log"])))
+    if not log.tell():
         log.write(header)
     return log
 
 
-def write_record(record, log, writer):
-    """Write a record to the log, and its numbers under the same names to TensorBoard, if there is a writer."""
-    print(json.dumps(record), file=log)
-    for name, value in record.items() if writer else ():
+def write_row(row, log, writer):
+    """Write a row to the log, and its floats under the same names to TensorBoard, if there is a writer."""
+    print(json.dumps(row), file=log)
+    for name, value in row.items() if writer else ():
         if isinstance(value, float):
-            writer.add_scalar(name, value, record["step"])
+            writer.add_scalar(name, value, row["step"])
     if writer:
-        writer.flush()  # or a kill would lose steps that are not taken again
+        writer.flush()  # before the checkpoint: the steps up to it are not taken again
 
 
 def report(args, run, step, scores, log, writer):
     """Print and log the scores of a step. The checkpoint with the lowest validation loss so far becomes best.pt."""
     print(f"step {step:4d} | val loss {scores['val_loss']:.6f}", end=" | ")
     print(f"HellaSwag {scores['hellaswag']:.4f}" if args.hellaswag else "no HellaSwag", end=" | ")
-    print(f"{scores['sec']:.1f} s", *map(json.dumps, scores["samples"]), sep="\n    ", flush=True)
-    write_record({"step": step} | scores, log, writer)
+    print(f"{scores['eval_sec']:.1f} s", *map(json.dumps, scores["samples"]), sep="\n    ", flush=True)
+    write_row({"step": step} | scores, log, writer)
     if step and scores["val_loss"] < run.get("best", math.inf):
         run["best"] = scores["val_loss"]
         if args.checkpoint_dir and args.rank == 0:
@@ -573,9 +579,9 @@ def exit_message(error):
         text = f"torch.compile failed: {text[:200]}"
     elif isinstance(error, OSError) and not error.filename:  # stdout failed, and Python would try it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):
+    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # Gloo's
         text = f"rank {os.environ['RANK']}: {text}; if another rank failed, its error is the one to read"
-    elif not isinstance(error, (OSError, UserError, DataError, ImportError, KeyboardInterrupt)):
+    elif not isinstance(error, (OSError, UserError, DataError, ModuleNotFoundError, KeyboardInterrupt)):
         raise error
     silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # a reader such as head has left, or Ctrl-C
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
@@ -586,5 +592,5 @@ if __name__ == "__main__":
         record(main)()  # torchrun's report names the rank that failed first, with its traceback
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(exit_message(error))
-    if dist.is_initialized():  # main() has freed the model, which could deadlock as the last to hold Gloo's group
+    if dist.is_initialized():  # not in main(), where the model still holds it: with Gloo, freeing that can hang
         dist.destroy_process_group()

@@ -35,7 +35,7 @@ LONG, TRAIN = "pretrain/long_run.py", "pretrain/train.py"
 SCRIPTS = [script for script in RUNGS if script != TRAIN]  # which evaluates: most of its tests are in test_pretrain.py
 BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # elsewhere the scripts use float32
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
-NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "sec": 0.0}
+NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "eval_sec": 0.0}
 FP16 = "branches/fp16_grad_scaler.py"
 NANO = '"nano": GPTConfig(n_layer=4, n_head=4, n_embd=128)'
 SMALL = '"nano": GPTConfig(n_layer=2, n_head=2, n_embd=32)'  # for what does not depend on the size
@@ -253,23 +253,19 @@ def watch(script, *args, compiled=False, **options):
 
 
 class OnTheCpu(TorchFunctionMode):
-    """What is sent to a GPU stays on the CPU. `events` gets what Python would have to wait for, and what it queues."""
+    """What is sent to a GPU stays on the CPU. `events` gets what Python would have to wait for."""
 
     def __init__(self, events):
         super().__init__()
-        self.events, self.pinned = events, []
+        self.events = events
 
     def __torch_function__(self, call, types, args=(), kwargs=None):
         def here(value):
             return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
 
         name, gpu = getattr(call, "__name__", ""), any(here(value) is not value for value in args)
-        if name == "pin_memory":
-            self.pinned.append(args[0])
-            return args[0]
         if name == "to" and gpu:
-            queued = kwargs and kwargs.get("non_blocking") and any(tensor is args[0] for tensor in self.pinned)
-            self.events.append("queued copy" if queued else "copy")
+            self.events.append("copy")
         if name in ("item", "tolist", "cpu", "numpy"):
             self.events.append("wait")
         return call(*map(here, args), **{key: here(value) for key, value in (kwargs or {}).items()})

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import EAGER, LONG, ROOT, RUNGS, STEP, SUMMARY, TRAIN, load, nano, play, since, versions, watch
+from conftest import EAGER, LONG, ROOT, RUNGS, STEP, SUMMARY, TRAIN, load, nano, play, save_gpt2, since, versions, watch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 SIZES = ["--model", "nano", "--seq-len", 32, "--batch-size", 2, "--total-batch-size", 128]
@@ -202,16 +202,17 @@ def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(undistu
 
 
 def test_a_resumed_run_says_where_it_goes_on_and_on_what_schedule(saved, script):
-    def said(steps):
-        printed = play(script, *SIZES, "--steps", steps, "--checkpoint-dir", saved, "--resume")
+    def said(steps, folder=saved):
+        printed = play(script, *SIZES, "--steps", steps, "--checkpoint-dir", folder, "--resume")
         return printed.split("compiling: the first step takes about a minute\n")[1].splitlines()
 
     lines = said(7)
-    assert lines[0] == f"going on at step 6 of 7, from {saved}"
+    assert lines[0] == f"6 of 7 steps are done, in {saved}"
     assert lines[1].startswith("--steps was 8: from here the learning rate follows another schedule")
     assert lines[2].startswith("step    6 | ") and lines[3] == f"saved {saved}/step_00000007.pt"
-    assert said(7) == [f"nothing is left to do at step 7 of 7, from {saved}"]
-    assert said(5)[0] == f"nothing is left to do at step 7 of 5, from {saved}"
+    assert said(7) == [f"7 of 7 steps are done, in {saved}"]
+    assert said(5)[0] == f"7 of 5 steps are done, in {saved}"
+    assert said(5, saved / "a typing error")[0] == f"0 of 5 steps are done, in {saved / 'a typing error'}"
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -335,14 +336,39 @@ def test_a_run_that_was_killed_before_it_saved_begins_its_log_again(undisturbed,
 def test_a_log_that_lacks_what_the_checkpoint_knows_is_refused_and_left(saved, tmp_path, no_start):
     log = tmp_path / "log.jsonl"
     whole = log.read_text()
-    for left in ("", whole[: len(whole) // 2]):
-        log.write_text(left)
-        no_start("--checkpoint-dir", saved, "--resume", "--log-file", log.name, says="log.jsonl is not the log of this")
-        assert log.read_text() == left
+    log.write_text(whole[: len(whole) // 2])
+    no_start("--checkpoint-dir", saved, "--resume", "--log-file", log.name, says="log.jsonl is not the log of this run")
+    assert log.read_text() == whole[: len(whole) // 2]
     train(7, "--checkpoint-dir", saved, "--resume")  # without a log it goes on, and the log can be found again
     log.write_text(whole)
     train(8, "--checkpoint-dir", saved, "--resume", "--log-file", log.name)
     assert [record["step"] for record in records(log)] == [*range(6), 7]
+    (saved / "step_00000008.pt").unlink()
+    train(8, "--checkpoint-dir", saved, "--resume", "--log-file", "new.jsonl")  # a new one begins here
+    assert [record["step"] for record in records(tmp_path / "new.jsonl")] == [7]
+    assert json.loads((tmp_path / "new.jsonl").read_text().splitlines()[0])["--model"] == "nano"
+
+
+def test_a_first_try_that_came_to_nothing_is_not_in_the_way_of_another(tmp_path, no_start):
+    """Its folder and its log hold no step."""
+    saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
+    log.write_text("mine")
+    no_start("--checkpoint-dir", saved, "--log-file", log, says="log.jsonl is not the log of this run")
+    assert len(train(2, "--checkpoint-dir", saved, "--seed", 7)) == 2
+    assert log.read_text() == "mine"
+
+
+def test_model_and_init_from_are_told_apart(saved, no_start, tmp_path):
+    save_gpt2(tmp_path / "nano")
+    words = [word for word in SIZES if word not in ("--model", "nano")]
+    with pytest.raises(load(LONG).UserError, match="of another run: --model nano, not None"):
+        watch(LONG, *words, "--init-from", "nano", "--steps", 8, "--checkpoint-dir", saved, "--resume")
+
+
+def test_a_signal_in_the_last_step_is_no_reason_not_to_end_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(load(LONG), "told_to_stop", lambda *args: True)
+    assert len(train(1, "--checkpoint-dir", tmp_path / "saved", "--save", tmp_path / "weights.pt")) == 1
+    assert names(tmp_path) == ["saved", "weights.pt"]
 
 
 def test_a_log_that_a_kill_cut_short_is_mended(saved, undisturbed, tmp_path):
@@ -438,14 +464,15 @@ def test_a_damaged_checkpoint_is_not_one_of_those_kept(saved):
     assert "step_00000004.pt" in names(saved)
 
 
-def test_where_times_are_coarse_the_name_says_which_is_newest(tmp_path, monkeypatch):
-    for step in (3, 1, 2):
-        (tmp_path / f"step_{step:08d}.pt").touch()
-        os.utime(tmp_path / f"step_{step:08d}.pt", (0, 0))
-    replace = os.replace
-    monkeypatch.setattr(os, "replace", lambda *args: (replace(*args), os.utime(args[1], (0, 0))))
-    save(LONG, tmp_path, keep=2, step=4)
-    assert names(tmp_path) == ["step_00000003.pt", "step_00000004.pt"]
+def test_what_a_user_puts_beside_the_checkpoints_stays(saved):
+    """And neither a clock that was set back nor a damaged file of a later step takes the place of the new one."""
+    for name in ("step_best.pt", "step_6.pt", "weights.pt"):
+        shutil.copy(saved / "step_00000003.pt", saved / name)
+    damage(saved / "step_00000006.pt", "cut short")
+    for path in saved.iterdir():
+        os.utime(path, (4e9, 4e9))
+    train(5, "--checkpoint-dir", saved, "--resume", "--keep", 1)
+    assert names(saved) == ["step_00000005.pt", "step_00000006.pt", "step_6.pt", "step_best.pt", "weights.pt"]
 
 
 @pytest.mark.parametrize("script", versions("save_whole", "save_checkpoint", among=SAVING))

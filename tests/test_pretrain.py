@@ -73,7 +73,7 @@ def arguments(text, tmp_path_factory):
 def records(path):
     """A log without its times."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [{key: value for key, value in row.items() if key not in ("sec", "begun")} for row in rows]
+    return [{key: value for key, value in row.items() if key not in ("sec", "eval_sec", "begun")} for row in rows]
 
 
 @pytest.fixture(scope="session")
@@ -141,14 +141,17 @@ def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path):
     args += ["--data", ROOT / "input.txt"]
     watch(TRAIN, *args, "--steps", 4, "--eval-every", 1, "--checkpoint-dir", tmp_path / "ck")
     assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 2
-    for steps, later, best in (5, [7.1, 7.05], 2), (6, [7.1, 6.9], 6):  # and a resumed run knows it
+    # and a resumed run knows it, also where it evaluates at other steps than the one before
+    for steps, every, later, best in (5, 1, [7.1, 7.05], 2), (6, 1, [7.1, 6.9], 6), (8, 8, [6.9, 6.95], 6):
         losses = iter(later)
-        watch(TRAIN, *args, "--steps", steps, "--eval-every", 1, "--checkpoint-dir", tmp_path / "ck", "--resume")
+        words = "--steps", steps, "--eval-every", every, "--checkpoint-dir", tmp_path / "ck"
+        watch(TRAIN, *args, *words, "--resume")
         assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == best
     for path in (tmp_path / "ck").glob("step_*.pt"):
         path.unlink()
-    with pytest.raises(train.UserError, match="--resume"):  # a new run would write over the best, which is left
-        watch(TRAIN, *args, "--steps", 1, "--checkpoint-dir", tmp_path / "ck")
+    for words in [], ["--resume"]:
+        with pytest.raises(train.UserError, match="best.pt of another run"):  # which it would write over
+            watch(TRAIN, *args, "--steps", 1, "--checkpoint-dir", tmp_path / "ck", *words)
     assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 6
 
 
@@ -169,7 +172,7 @@ def test_a_run_that_begins_again_leaves_nothing_of_the_first_try(monkeypatch, tm
     monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES | {"samples": ["漢字 🙂"]})
     purged, real = [], torch.utils.tensorboard.SummaryWriter
 
-    def writer(folder, purge_step):
+    def writer(folder, purge_step=None):
         purged.append(purge_step)
         return real(folder, purge_step=purge_step)
 
@@ -234,8 +237,8 @@ def scalars(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder)).Reload()
-    assert len(events.Scalars("sec")) == 8 + 4  # steps, and evaluations
-    tags = [tag for tag in events.Tags()["scalars"] if tag != "sec"]
+    assert len(events.Scalars("sec")) == 8 and len(events.Scalars("eval_sec")) == 4
+    tags = [tag for tag in events.Tags()["scalars"] if "sec" not in tag]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
@@ -340,7 +343,7 @@ def test_a_run_on_a_gpu_evaluates_and_goes_on(run, arguments, tmp_path, ranks, m
     done = run(TRAIN, *arguments, *paths, "--model", "nano", "--steps", 6, torchrun=ranks)
     assert done.returncode == 0, done.stderr
     again = run(TRAIN, *arguments, *paths, "--model", "nano", "--steps", 8, torchrun=ranks)
-    assert again.returncode == 0 and "going on at step 6" in again.stdout, again.stderr
+    assert again.returncode == 0 and "6 of 8 steps are done" in again.stdout, again.stderr
     scores = [float(score) for score in re.findall(r"val loss (\S+)", done.stdout + again.stdout)]
     assert scores[0] == pytest.approx(math.log(50304), abs=0.25) and scores[-1] < scores[0] - 0.5
     for script, *more in (("tools/sample.py",), ("pretrain/hellaswag.py", "--data", arguments[-3])):
