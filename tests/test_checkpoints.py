@@ -467,7 +467,7 @@ def test_a_damaged_checkpoint_is_not_one_of_those_kept(saved):
 def test_what_a_user_puts_beside_the_checkpoints_stays(saved):
     """And neither a clock that was set back nor a damaged file of a later step takes the place of the new one."""
     for name in ("step_best.pt", "step_6.pt", "weights.pt"):
-        shutil.copy(saved / "step_00000003.pt", saved / name)
+        shutil.copy(saved / "step_00000006.pt", saved / name)
     damage(saved / "step_00000006.pt", "cut short")
     for path in saved.iterdir():
         os.utime(path, (4e9, 4e9))
