@@ -79,7 +79,7 @@ NOT_RUN = {
     ],
     "it needs several GPUs": [
         "torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500 --rdzv-id=1 "
-        "ddp_run.py --checkpoint-dir checkpoints --resume",  # test_ranks.py: two torchruns on a CPU
+        "pretrain/long_run.py --checkpoint-dir checkpoints --resume",  # test_ranks.py: two torchruns on a CPU
         "torchrun --standalone --nproc_per_node=2 branches/fsdp_run.py --model gpt2-xl",
         "torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 "
         "--hellaswag Rowan/hellaswag --checkpoint-dir runs/gpt2 --resume --log-file runs/gpt2.jsonl "
