@@ -224,14 +224,12 @@ def parse_args():
         args.model = "nano" if args.device == "cpu" else "gpt2"
     if args.seq_len is None:
         args.seq_len = 128 if args.model == "nano" else 1024
-    if args.total_batch_size is None:
-        args.total_batch_size = 4096 if args.model == "nano" else 524288
+    args.total_batch_size = args.total_batch_size or (4096 if args.model == "nano" else 524288)
     if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
         parser.error("--batch-size and --steps must be at least 1, --seq-len 1 to 1024, --seed 0 to 2**64 - 1")
     micro_step = args.batch_size * args.seq_len * args.world_size  # tokens, of all ranks together
     if args.total_batch_size < 1 or args.total_batch_size % micro_step:
-        sizes = f"B {args.batch_size} * T {args.seq_len} * {args.world_size} ranks = {micro_step}"
-        parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of {sizes}")
+        parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of B * T * ranks = {micro_step}")
     if args.compile_mode != "default" and args.total_batch_size > micro_step:
         parser.error(f"--compile-mode: CUDA graphs cannot add up gradients; --total-batch-size {micro_step} needs none")
     return args

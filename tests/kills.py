@@ -70,13 +70,14 @@ def newest(folder):
 
 
 def unfinished(folder):
-    """How many bytes there are of a checkpoint that is being written."""
-    for path in folder.glob("step_*.tmp"):
+    """(when it was written to, bytes) of a checkpoint without its name. A kill leaves it there until the next save."""
+    found = []
+    for path in folder.glob("*.pt.tmp"):
         try:
-            return path.stat().st_size
+            found.append((path.stat().st_mtime_ns, path.stat().st_size))
         except FileNotFoundError:  # it has got its name meanwhile
             pass
-    return 0
+    return max(found, default=(0, 0))
 
 
 def compare(calm, stormy, exact):
@@ -113,24 +114,25 @@ def main():
         assert start(calm, args, steps).wait() == 0
         done = while_saving = 0
         while done < args.kills:
-            before, written = newest(stormy), changed(stormy)
+            before, written, left = newest(stormy), changed(stormy), unfinished(stormy)
             process = start(stormy, args, steps)
             in_a_save, wait = chance.random() < 1 / 3, chance.uniform(0, 0.8 if args.device == "cpu" else 0.1)
-            size, patience = 0, time.monotonic() + 300
+            patience = time.monotonic() + 300
             while (len(log(stormy)) <= before or changed(stormy) == written) and process.poll() is None:  # a new step
                 assert time.monotonic() < patience, "no step in 300 s"
                 time.sleep(0.01)
             victims = family(process)  # by now the ranks are there
             if in_a_save:
-                while not size and process.poll() is None:  # until some of a checkpoint is written
-                    size = unfinished(stormy)
+                while unfinished(stormy)[0] <= left[0] and process.poll() is None:  # until some of one is written
+                    pass
             else:
                 time.sleep(wait)
             if process.poll() is not None:
                 raise AssertionError(f"it ended by itself, with status {process.returncode}")
             kill(victims)
             done += 1
-            reached, kept, size = len(log(stormy)), newest(stormy), unfinished(stormy)
+            reached, kept, (moment, size) = len(log(stormy)), newest(stormy), unfinished(stormy)
+            size *= moment > left[0]
             while_saving += size > 0
             assert kept >= before and reached - kept <= EVERY, f"step {reached} was reached and {kept} kept"
             print(

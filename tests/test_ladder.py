@@ -302,7 +302,7 @@ def test_the_ladder_has_the_twelve_files_that_people_type():
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_is_short_and_stands_alone(script):
     source = (ROOT / script).read_text(encoding="utf-8")
-    most = 320 if script.startswith(("baseline", "speedup")) else 375 if script == "ddp_run.py" else 485
+    most = 320 if script.startswith(("baseline", "speedup")) else 380 if script == "ddp_run.py" else 490
     assert len(source.splitlines()) <= most
     tree = ast.parse(source)
     used = {"torch", "tiktoken", "numpy"} | set(sys.stdlib_module_names)

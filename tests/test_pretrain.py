@@ -363,7 +363,6 @@ WRONG_RUN = {
     "HellaSwag that is not there": (["--hellaswag", "nowhere.jsonl"], "HellaSwag, nowhere.jsonl: .*No such file"),
     "HellaSwag on a hub that cannot be reached": (["--hellaswag", "Rowan/hellaswag"], "without a network give a JSONL"),
     "no evaluation": (["--eval-every", "0"], "at least 1"),
-    "no warm-up": (["--warmup-steps", "0"], "at least 1"),
 }
 
 
