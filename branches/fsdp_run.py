@@ -242,7 +242,7 @@ def parse_args():
     if args.total_batch_size < 1 or args.total_batch_size % micro_step:
         parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of B * T * ranks = {micro_step}")
     if args.compile_mode != "default" and args.total_batch_size > micro_step:
-        parser.error(f"--compile-mode: CUDA graphs cannot add up gradients; --total-batch-size {micro_step} needs none")
+        parser.error(f"--compile-mode: its CUDA graphs overwrite sums of gradients: --total-batch-size {micro_step}")
     return args
 
 
@@ -270,11 +270,11 @@ def main():
         save_whole(args.save)  # if it cannot be written, say so before training
 
     if ddp:
-        torch.get_device_module(device).set_device(device)  # what NCCL takes
+        torch.get_device_module(device).set_device(device)  # this rank's GPU
         dist.init_process_group(dist.get_default_backend_for_device(device))
-        mesh = dist.init_device_mesh(device.type, (world_size,))
-        for part in (*model.transformer.h, model):  # each is gathered at once; the last is what is in no block
-            fully_shard(part, mesh=mesh)  # on the device, in place: from here on the parameters are shards
+        mesh = dist.init_device_mesh(device.type, (world_size,))  # by default it would ignore --device cpu
+        for part in (*model.transformer.h, model):  # a gather for each; for the model, of what is in no block
+            fully_shard(part, mesh=mesh)  # in place: parameters become shards. The seed makes all ranks begin alike
     model.to(device)
     model.compile(mode=args.compile_mode)  # torch.compile in place; step 0 compiles
     print("compiling: the first step takes about a minute", flush=True)
@@ -296,12 +296,12 @@ def main():
                 x, y = (t.to(device) for t in loader.next_batch())
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                     micro_loss = model(x, y) / accumulation
-                micro_loss.backward()  # averages over the ranks, and adds this rank's shard of it to the gradient
+                micro_loss.backward()  # averages over the ranks each time: to add up first would take whole gradients
                 loss += micro_loss.detach() / world_size
             if ddp:
                 dist.all_reduce(loss)  # the sum over the ranks
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # returns the norm before clipping
-            norm = norm.full_tensor() if ddp else norm  # of all shards, as a number to print
+            norm = norm.full_tensor() if ddp else norm  # from a DTensor: the sum over shards
             lr = get_lr(step, args.steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -323,7 +323,7 @@ def main():
     finally:  # also after Ctrl-C
         print_summary(times, total, device, run["step"])
     if args.save:
-        weights, _ = get_state_dict(model, (), options=WHOLE)  # for all ranks together: without one it would hang
+        weights, _ = get_state_dict(model, (), options=WHOLE)  # (): no optimizer. All ranks must call it
     if args.save and rank == 0:
         save_whole(args.save, weights)
         print(f"saved the weights in {args.save}")
@@ -364,7 +364,7 @@ def save_whole(path, contents=None):
         with open(unfinished, "wb") as file:
             torch.save(contents, file)
             file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
-        if contents or path.is_dir():  # which is an error
+        if contents or path.is_dir():  # a folder: raises
             os.replace(unfinished, path)
     except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk's OSError
         raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
@@ -470,7 +470,7 @@ def exit_message(error):
         text = f"torch.compile failed: {text[:200]}"
     elif isinstance(error, OSError) and not error.filename:  # stdout failed, and Python would try it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # Gloo's
+    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # for Gloo
         text = f"rank {os.environ['RANK']}: {text}; if another rank failed, its error is the one to read"
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
@@ -483,5 +483,5 @@ if __name__ == "__main__":
         record(main)()  # torchrun's report names the rank that failed first, with its traceback
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(exit_message(error))
-    if dist.is_initialized():  # not in main(), where the model still holds it: with Gloo, freeing that can hang
+    if dist.is_initialized():  # after main() has freed the model: with Gloo the other order can hang
         dist.destroy_process_group()

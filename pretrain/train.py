@@ -312,7 +312,7 @@ def parse_args():
     if args.total_batch_size < 1 or args.total_batch_size % micro_step:
         parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of B * T * ranks = {micro_step}")
     if args.compile_mode != "default" and args.total_batch_size > micro_step:
-        parser.error(f"--compile-mode: CUDA graphs cannot add up gradients; --total-batch-size {micro_step} needs none")
+        parser.error(f"--compile-mode: its CUDA graphs overwrite sums of gradients: --total-batch-size {micro_step}")
     return args
 
 
@@ -346,7 +346,7 @@ def main():
         save_whole(args.save)  # if it cannot be written, say so before training
 
     if ddp:
-        torch.get_device_module(device).set_device(device)  # what NCCL takes
+        torch.get_device_module(device).set_device(device)  # this rank's GPU
         dist.init_process_group(dist.get_default_backend_for_device(device))
     model.to(device)
     model.compile(mode=args.compile_mode, dynamic=False)  # else an evaluation would change the graph of training
@@ -378,8 +378,8 @@ def main():
             loss = torch.zeros((), device=device)  # to print: will be the mean over micro-steps and ranks
             for micro_step in range(accumulation):
                 x, y = (t.to(device) for t in loader.next_batch())
-                last = micro_step == accumulation - 1  # until then gradients add up on each rank, and are not sent
-                with model.no_sync() if ddp and not last else nullcontext():
+                last = micro_step == accumulation - 1
+                with model.no_sync() if ddp and not last else nullcontext():  # until the last they add up unsent
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                         micro_loss = model(x, y) / accumulation
                     micro_loss.backward()
@@ -451,7 +451,7 @@ def save_whole(path, contents=None):
         with open(unfinished, "wb") as file:
             torch.save(contents, file)
             file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
-        if contents or path.is_dir():  # which is an error
+        if contents or path.is_dir():  # a folder: raises
             os.replace(unfinished, path)
     except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk's OSError
         raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
@@ -576,7 +576,7 @@ def exit_message(error):
         text = f"torch.compile failed: {text[:200]}"
     elif isinstance(error, OSError) and not error.filename:  # stdout failed, and Python would try it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # Gloo's
+    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # for Gloo
         text = f"rank {os.environ['RANK']}: {text}; if another rank failed, its error is the one to read"
     elif not isinstance(error, (OSError, UserError, DataError, ModuleNotFoundError, KeyboardInterrupt)):
         raise error
@@ -589,5 +589,5 @@ if __name__ == "__main__":
         record(main)()  # torchrun's report names the rank that failed first, with its traceback
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(exit_message(error))
-    if dist.is_initialized():  # not in main(), where the model still holds it: with Gloo, freeing that can hang
+    if dist.is_initialized():  # after main() has freed the model: with Gloo the other order can hang
         dist.destroy_process_group()

@@ -290,7 +290,7 @@ def test_modes_with_cuda_graphs_are_refused_where_gradients_add_up(script, mode,
     words = "--device", "cpu", "--batch-size", 1, "--seq-len", 8, "--compile-mode", mode
     monkeypatch.setattr("sys.argv", [script, *map(str, words), "--total-batch-size", "8"])
     assert load(script).parse_args().compile_mode == mode
-    refused(script, *words, "--total-batch-size", 16, says="--compile-mode: CUDA graphs cannot add up")
+    refused(script, *words, "--total-batch-size", 16, says="--compile-mode: its CUDA graphs overwrite")
 
 
 @pytest.mark.parametrize("script", [*clips(), TRAIN])
