@@ -3,10 +3,10 @@
     python tests/kills.py 50        one line per kill, then the count; status 1 if anything was lost
 
 It trains nano with two ranks under torchrun (--ranks 1: with one) on the CPU, or with --device cuda on a GPU, and saves
-every 3 steps. Each kill waits for up to 6 new steps, and a third of them then for a save to begin. Each run after a kill
-begins where the last save that was finished ended, and no step is lost beyond that; at the end the losses of all steps,
-and the weights, are those of the undisturbed run, bit for bit. On a GPU, whose atomics add in any order, they are so
-near that a lost step would show.
+every 3 steps. Each kill waits for up to 6 new steps, and a third of them then for a save to begin. Each run after a
+kill begins where the last save that was finished ended, and no step is lost beyond that; at the end the losses of all
+steps, and the weights, are those of the undisturbed run, bit for bit. On a GPU, whose atomics add in any order, they
+are so near that a lost step would show.
 """
 
 import argparse
