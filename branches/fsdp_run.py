@@ -380,7 +380,7 @@ def resume(args, task, model, optimizer, loader):
     """Load the newest checkpoint, if there is one: a dict of how far the run is. By all ranks. OSError, UserError."""
     folder, run = args.checkpoint_dir, {"task": task, "steps": args.steps, "step": 0, "log": 0, "begun": time.time()}
     saved = load_checkpoint(folder) if folder else None
-    if saved and saved["step"] and not args.resume:
+    if saved and saved.get("step", 1) and not args.resume:
         raise UserError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
     run = saved if saved and args.resume else run
     for name, value in task.items():

@@ -465,7 +465,7 @@ def resume(args, task, model, optimizer, loader):
     saved = load_checkpoint(folder) if folder else None
     if folder and not saved and (folder / "best.pt").exists():
         raise UserError(f"{folder} has the best.pt of another run: begin in another folder")
-    if saved and saved["step"] and not args.resume:
+    if saved and saved.get("step", 1) and not args.resume:
         raise UserError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
     run = saved if saved and args.resume else run
     for name, value in task.items():

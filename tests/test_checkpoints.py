@@ -314,6 +314,10 @@ def test_what_another_run_left_is_not_touched(saved, tmp_path, no_start, script)
     other = "--checkpoint-dir", tmp_path / "other", "--resume"
     no_start(*other, "--log-file", "log.jsonl", says="not the log of this run")
     assert (names(saved), (tmp_path / "log.jsonl").read_bytes()) == before
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "new" / "step_00000009.pt")  # of another program
+    no_start("--checkpoint-dir", tmp_path / "new", says="has checkpoints: --resume")
+    no_start(*new, says="of another run: --model None, not nano")
+    (tmp_path / "new" / "step_00000009.pt").unlink()
     (tmp_path / "notes.txt").write_text("To be, or not to be")
     no_start(*new, "--log-file", tmp_path / "notes.txt", says="notes.txt")
     assert (tmp_path / "notes.txt").read_text() == "To be, or not to be"
