@@ -333,10 +333,12 @@ def print_summary(times, tokens_per_step, device):
 def save_whole(path, contents=None):
     """Write a file for torch.load(), whole or not at all; or only see whether it could be written. UserError."""
     unfinished = Path(f"{path}.tmp")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no file")
     try:
         with open(unfinished, "wb") as file:
             torch.save(contents, file)
-        if contents or path.is_dir():  # a folder: raises
+        if contents:
             os.replace(unfinished, path)
     except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk's OSError
         raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None

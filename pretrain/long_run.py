@@ -357,11 +357,13 @@ def print_summary(times, tokens_per_step, device, start):
 def save_whole(path, contents=None):
     """Write a file for torch.load(), whole or not at all; or only see whether it could be written. UserError."""
     unfinished = Path(f"{path}.tmp")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no file")
     try:
         with open(unfinished, "wb") as file:
             torch.save(contents, file)
             file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
-        if contents or path.is_dir():  # a folder: raises
+        if contents:
             os.replace(unfinished, path)
     except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk's OSError
         raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
@@ -390,7 +392,7 @@ def resume(args, task, model, optimizer, loader):
         loader.position = run["position"]
     if folder:
         print(f"{run['step']} of {args.steps} steps are done, in {folder}", flush=True)
-    if run["steps"] != args.steps:
+    if run["steps"] != args.steps and run["step"] < args.steps:
         print(f"--steps was {run['steps']}: from here the learning rate follows another schedule")
     return run | {"steps": args.steps}
 
@@ -430,10 +432,10 @@ def open_log(args, run):
     log = open(args.log_file, "a+", buffering=1, errors="replace")
     size, header = log.tell(), json.dumps({"begun": run["begun"]} | run["task"]) + "\n"  # of this run and no other
     log.seek(0)
-    if size and (size < run["log"] or not header.startswith(log.readline())):  # a kill could have cut the header
-        raise UserError(f"{args.log_file} is not the log of this run, or lacks a part of it: take another file")
-    log.seek(log.truncate(min(size, run["log"])))
-    if not log.tell():
+    if size < run["log"] or not header.startswith(log.readline()):  # a kill could have cut the header
+        raise UserError(f"{args.log_file} is not the log of this run, or lacks a part of it")
+    log.seek(log.truncate(run["log"]))
+    if not run["log"]:
         log.write(header)
     return log
 

@@ -146,11 +146,12 @@ def full_disk():
 def test_save_writes_all_of_it_or_nothing_and_says_so_before_training_if_it_can(tmp_path, script, refused, monkeypatch):
     words = "--device", "cpu", *SIZES, "--steps", 2, *SCHEDULE * (script == TRAIN)
     (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")  # no file, as /dev/null is none
     path = tmp_path / "weights.pt"
     path.write_text("of an earlier run")
     before = names(tmp_path)
-    for place in tmp_path, tmp_path / "nowhere" / "weights.pt", tmp_path / "file" / "weights.pt", "/proc/weights.pt":
-        printed = refused(script, *words, "--save", place, says=str(place))
+    for place in ".", "pipe", "nowhere/weights.pt", "file/weights.pt", "/proc/weights.pt":
+        printed = refused(script, *words, "--save", tmp_path / place, says=str(tmp_path / place))
         assert "compiling" not in printed
     end = full_disk()
     try:
@@ -211,7 +212,7 @@ def test_a_resumed_run_says_where_it_goes_on_and_on_what_schedule(saved, script)
     assert lines[1].startswith("--steps was 8: from here the learning rate follows another schedule")
     assert lines[2].startswith("step    6 | ") and lines[3] == f"saved {saved}/step_00000007.pt"
     assert said(7) == [f"7 of 7 steps are done, in {saved}"]
-    assert said(5)[0] == f"7 of 5 steps are done, in {saved}"
+    assert said(5) == [f"7 of 5 steps are done, in {saved}"]
     assert said(5, saved / "a typing error")[0] == f"0 of 5 steps are done, in {saved / 'a typing error'}"
 
 
@@ -340,17 +341,15 @@ def test_a_run_that_was_killed_before_it_saved_begins_its_log_again(undisturbed,
 def test_a_log_that_lacks_what_the_checkpoint_knows_is_refused_and_left(saved, tmp_path, no_start):
     log = tmp_path / "log.jsonl"
     whole = log.read_text()
-    log.write_text(whole[: len(whole) // 2])
-    no_start("--checkpoint-dir", saved, "--resume", "--log-file", log.name, says="log.jsonl is not the log of this run")
-    assert log.read_text() == whole[: len(whole) // 2]
+    for left in ("", whole[: len(whole) // 2]):
+        log.write_text(left)
+        no_start("--checkpoint-dir", saved, "--resume", "--log-file", log.name, says="log.jsonl is not the log of this")
+        assert log.read_text() == left
     train(7, "--checkpoint-dir", saved, "--resume")  # without a log it goes on, and the log can be found again
     log.write_text(whole)
     train(8, "--checkpoint-dir", saved, "--resume", "--log-file", log.name)
     assert [record["step"] for record in records(log)] == [*range(6), 7]
-    (saved / "step_00000008.pt").unlink()
-    train(8, "--checkpoint-dir", saved, "--resume", "--log-file", "new.jsonl")  # a new one begins here
-    assert [record["step"] for record in records(tmp_path / "new.jsonl")] == [7]
-    assert json.loads((tmp_path / "new.jsonl").read_text().splitlines()[0])["--model"] == "nano"
+    assert json.loads(log.read_text().splitlines()[0])["--model"] == "nano"
 
 
 def test_a_first_try_that_came_to_nothing_is_not_in_the_way_of_another(tmp_path, no_start):
