@@ -84,6 +84,7 @@ def test_the_number_of_heads_is_that_of_the_model_as_wide():
     """A state dict does not hold it. In a model of another width each head has 64 columns, as in GPT-2's."""
     script = load(LONG)
     configs = [*script.MODELS.values(), script.GPTConfig(n_layer=6), script.GPTConfig(n_layer=2, n_head=8, n_embd=512)]
+    configs.append(script.GPTConfig(n_layer=1, n_head=1, n_embd=48))
     for config in configs:
         with torch.device("meta"):
             assert config_of(script.GPT(config).state_dict(), script) == config

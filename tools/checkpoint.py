@@ -14,7 +14,7 @@ def config_of(state, script):
     """
     n_embd = state["transformer.wte.weight"].size(1)
     n_layer = sum(name.endswith(".ln_1.weight") for name in state)
-    n_head = next((config.n_head for config in script.MODELS.values() if config.n_embd == n_embd), n_embd // 64)
+    n_head = next((config.n_head for config in script.MODELS.values() if config.n_embd == n_embd), n_embd // 64 or 1)
     return script.GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)
 
 
