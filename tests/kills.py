@@ -117,7 +117,7 @@ def main():
         while done < args.kills:
             before, written, left = newest(stormy), changed(stormy), unfinished(stormy)
             process = start(stormy, args, steps)
-            in_a_save, more, wait = chance.random() < 1 / 3, chance.randrange(2 * EVERY), chance.uniform(0, 0.2)
+            in_a_save, more, wait = chance.random() < 1 / 3, chance.randrange(2 * EVERY), chance.uniform(0, 0.05)
             patience = time.monotonic() + 300
             while (len(log(stormy)) <= before + more or changed(stormy) == written) and process.poll() is None:
                 assert time.monotonic() < patience, "no such step in 300 s"

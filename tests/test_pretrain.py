@@ -127,7 +127,7 @@ def test_best_and_last_are_kept(undisturbed):
     _, folder = undisturbed
     scores = {row["step"]: row["val_loss"] for row in records(folder / "log.jsonl") if "val_loss" in row}
     assert sorted(path.name for path in (folder / "ck").glob("*.pt")) == [
-        "best.pt", *(f"step_{step:08d}.pt" for step in (0, 2, 3, 4, 6, 8))  # the first, every second, what was evaluated
+        "best.pt", *(f"step_{step:08d}.pt" for step in (0, 2, 3, 4, 6, 8))  # every second, and what was evaluated
     ]  # fmt: skip
     best = torch.load(folder / "ck" / "best.pt", weights_only=True)
     assert best["step"] == min(scores, key=scores.get)
