@@ -2,7 +2,7 @@
 
 torchrun starts one process per GPU, called a rank, with the whole model in each. So many tokens do not fit on a GPU at
 once: a rank adds up the gradients of several micro-batches of B * T tokens. Then the ranks average theirs, 498 MB for
-124M parameters in float32, most of it while the last backward pass is still running.
+124M parameters in float32. DDP sends what is ready while the last backward pass is still running.
 
 When it does not help: DDP on one GPU, or over a slow link with a small total batch.
 
@@ -231,7 +231,7 @@ def parse_args():
     if args.total_batch_size < 1 or args.total_batch_size % micro_step:
         parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of B * T * ranks = {micro_step}")
     if args.compile_mode != "default" and args.total_batch_size > micro_step:
-        parser.error(f"--compile-mode: its CUDA graphs overwrite sums of gradients: --total-batch-size {micro_step}")
+        parser.error(f"--compile-mode {args.compile_mode} cannot add up gradients: set --total-batch-size {micro_step}")
     return args
 
 
@@ -331,10 +331,10 @@ def print_summary(times, tokens_per_step, device):
 
 
 def save_whole(path, contents=None):
-    """Write a file for torch.load(), whole or not at all; or only see whether it could be written. UserError."""
+    """Write a file for torch.load(), whole or not at all. Without contents, only try to. Raises UserError."""
     unfinished = Path(f"{path}.tmp")
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no file")
+        raise UserError(f"{path} is not a regular file")
     try:
         with open(unfinished, "wb") as file:
             torch.save(contents, file)

@@ -312,7 +312,7 @@ def parse_args():
     if args.total_batch_size < 1 or args.total_batch_size % micro_step:
         parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of B * T * ranks = {micro_step}")
     if args.compile_mode != "default" and args.total_batch_size > micro_step:
-        parser.error(f"--compile-mode: its CUDA graphs overwrite sums of gradients: --total-batch-size {micro_step}")
+        parser.error(f"--compile-mode {args.compile_mode} cannot add up gradients: set --total-batch-size {micro_step}")
     return args
 
 
@@ -350,7 +350,7 @@ def main():
         dist.init_process_group(dist.get_default_backend_for_device(device))
     model.to(device)
     model.compile(mode=args.compile_mode, dynamic=False)  # else an evaluation would change the graph of training
-    raw_model = model  # to evaluate without DDP, whose forward passes all ranks must take together
+    raw_model = model  # for evaluations, which have no gradients to send and read its config, which DDP hides
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = model.configure_optimizers()
     if ddp:
@@ -445,10 +445,10 @@ def print_summary(times, tokens_per_step, device, start):
 
 
 def save_whole(path, contents=None):
-    """Write a file for torch.load(), whole or not at all; or only see whether it could be written. UserError."""
+    """Write a file for torch.load(), whole or not at all. Without contents, only try to. Raises UserError."""
     unfinished = Path(f"{path}.tmp")
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no file")
+        raise UserError(f"{path} is not a regular file")
     try:
         with open(unfinished, "wb") as file:
             torch.save(contents, file)
