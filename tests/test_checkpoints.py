@@ -361,11 +361,15 @@ def test_a_first_try_that_came_to_nothing_is_not_in_the_way_of_another(tmp_path,
     assert log.read_text() == "mine"
 
 
-def test_model_and_init_from_are_told_apart(saved, no_start, tmp_path):
-    save_gpt2(tmp_path / "nano")
+def test_model_and_init_from_are_told_apart(saved, tmp_path):
+    """And one folder of weights from another."""
     words = [word for word in SIZES if word not in ("--model", "nano")]
+    save_gpt2(tmp_path / "nano"), save_gpt2(tmp_path / "other")
     with pytest.raises(load(LONG).UserError, match="of another run: --model nano, not None"):
         watch(LONG, *words, "--init-from", "nano", "--steps", 8, "--checkpoint-dir", saved, "--resume")
+    watch(LONG, *words, "--init-from", "nano", "--steps", 1, "--checkpoint-dir", "new")
+    with pytest.raises(load(LONG).UserError, match="of another run: --init-from nano, not other"):
+        watch(LONG, *words, "--init-from", "other", "--steps", 8, "--checkpoint-dir", "new", "--resume")
 
 
 def test_a_signal_in_the_last_step_is_no_reason_not_to_end_well(tmp_path, monkeypatch):

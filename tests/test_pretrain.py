@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.tensorboard
 from checkpoint import load_model
-from conftest import BF16_CPU, EAGER, NO_SCORES, ROOT, play, save_gpt2, trouble, watch
+from conftest import BF16_CPU, EAGER, NO_SCORES, ROOT, nano, save_gpt2, trouble, watch
 from fineweb import write_shard
 from test_corpus import TRAIN, encode, train
 from test_hellaswag import write_questions
@@ -195,15 +195,11 @@ def test_a_run_that_begins_again_leaves_nothing_of_the_first_try(monkeypatch, tm
 
 
 @pytest.mark.parametrize("steps, warns", [(20, True), (21, False)])
-def test_a_run_that_is_all_warm_up_is_said_to_be(monkeypatch, steps, warns):
+def test_a_run_that_is_all_warm_up_is_said_to_be(monkeypatch, capsys, steps, warns):
     """60 steps with the default of 715 would never reach a rate at which anything is learned."""
-    monkeypatch.setattr(train.GPT, "compile", lambda *args, **options: exec("raise KeyboardInterrupt"))
-    printed = []
-    monkeypatch.setattr("builtins.print", lambda *words, **options: printed.append(" ".join(map(str, words))))
-    args = ["--batch-size", 1, "--seq-len", 8, "--total-batch-size", 8, "--data", ROOT / "README.md"]
-    with pytest.raises(KeyboardInterrupt):
-        play(TRAIN, *args, "--steps", steps, "--warmup-steps", 20, compiled=True)
-    assert ("all 20 steps are warm-up: --warmup-steps is 20" in printed) == warns
+    monkeypatch.setattr("sys.argv", ["train.py", "--device", "cpu", "--steps", str(steps), "--warmup-steps", "20"])
+    train.print_header(train.parse_args(), nano(TRAIN), train.DataLoaderLite(ROOT / "README.md", 1, 8))
+    assert ("all 20 steps are warm-up: --warmup-steps is 20" in capsys.readouterr().out.splitlines()) == warns
 
 
 class Alike(torch.nn.Module):
