@@ -11,6 +11,7 @@ then the tokens as uint16.
 """
 
 import argparse
+import contextlib
 import errno
 import glob
 import hashlib
@@ -30,6 +31,7 @@ from tqdm import tqdm
 
 HEADER = struct.Struct("<8sIIQ32s8x")
 MAGIC, VERSION, VOCABULARY = b"GPTSHARD", 1, 50257
+BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}  # of load_dataset
 CHUNK = 1024  # documents that are read, then tokenized, together
 
 
@@ -87,6 +89,18 @@ def write_shard(path, tokens):
     replace(path, HEADER.pack(MAGIC, VERSION, VOCABULARY, len(tokens), digest), tokens)
 
 
+def kind_of(files):
+    """The builder for files that all have one ending. Raises ValueError for folders, other endings, or a mix."""
+    if folders := [file for file in files if os.path.isdir(file)]:
+        raise ValueError(f"{folders[0]} is a folder: name the files in it, as in {Path(folders[0], '*.jsonl')}")
+    if unknown := [file for file in files if Path(file).suffix not in BUILDERS]:
+        raise ValueError(f"{unknown[0]} is not a .txt, .jsonl or .parquet file")
+    endings = sorted({Path(file).suffix for file in files})
+    if len(endings) > 1:
+        raise ValueError(f"the files end in {' and '.join(endings)}: give one kind only, the other to another --out")
+    return BUILDERS[endings[0]]
+
+
 def read_texts(files, column):
     """Each file as a row. Raises OSError, or ValueError for one that is not UTF-8."""
     for file in files:
@@ -106,14 +120,11 @@ def open_texts(files, dataset, name, column):
     if not files:
         print(f"reading {dataset} {name} from the hub", flush=True)
         return load_dataset(dataset, name, split="train", streaming=True).select_columns(column)
-    kinds = {Path(file).suffix for file in files}
-    if kinds == {".txt"}:
+    kind = kind_of(files)
+    if kind == "text":
         return IterableDataset.from_generator(read_texts, gen_kwargs={"files": files, "column": column})
-    builder = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(min(kinds))
-    if builder is None or len(kinds) > 1:
-        raise ValueError(f"files are .txt, .jsonl or .parquet, all of one kind, not {', '.join(sorted(kinds))}")
     names = [glob.escape(str(Path(file).resolve())) for file in files]  # load_dataset would take a [ for a pattern
-    return load_dataset(builder, data_files=names, split="train", streaming=True).select_columns(column)
+    return load_dataset(kind, data_files=names, split="train", streaming=True).select_columns(column)
 
 
 def tokenized(texts, column, pool):
@@ -197,11 +208,14 @@ def main():
     progress = args.out / "progress.json"
     try:
         source = {"files": [[file, os.path.getsize(file)] for file in args.files], "column": args.column}
-    except OSError as error:
+        if args.files:
+            kind_of(args.files)
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     source |= {"shard_size": args.shard_size, "chunk": CHUNK}
     source |= {} if args.files else {"dataset": args.dataset, "name": args.name}
     done = {"source": source, "shards": 0, "tokens": 0, "documents": 0, "before": None, "skip": 0, "end": False}
+    new = [folder for folder in (args.out, *args.out.parents) if not folder.exists()]
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         if progress.exists():
@@ -222,6 +236,9 @@ def main():
     except Exception as error:  # the hub, the files and the libraries raise a dozen kinds
         if done["shards"] == 0 and not any(args.out.glob("*.bin")):
             progress.unlink()
+            with contextlib.suppress(OSError):
+                for folder in new:  # they are empty, unless the disk was full
+                    folder.rmdir()
         where = " ".join(args.files[:3]) or f"{args.dataset} on the hub"
         hint = "" if args.files else " (without a network, give files: the dataset's Parquet files work unchanged)"
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import functools
+import importlib
 import io
 import os
 import re
@@ -22,7 +23,6 @@ os.environ |= {"MAKEFLAGS": "", "ARGS": ""}  # or a make that a test runs takes 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # make test runs several tests at once: more threads wait for each other
 # Without these glibc gives freed blocks back to the system, and fetching them again takes a third of a step of nano
 os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-import ladder
 import pytest
 import torch
 from ladder import PLAIN_GIT, ROOT, read_ladder
@@ -139,7 +139,7 @@ def clips():
 
 def load(script):
     """A script as a module. Its nano is that of SMALL."""
-    module = ladder.load(script)
+    module = importlib.import_module(Path(script).stem)
     if hasattr(module, "MODELS"):
         module.MODELS["nano"] = module.GPTConfig(n_layer=2, n_head=2, n_embd=32)
     return module

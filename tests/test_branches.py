@@ -4,7 +4,7 @@ import functools
 import math
 import re
 
-import attention_bench as bench
+import attention as bench
 import pytest
 import torch
 from conftest import FP16, ROOT, STEP, load, play
@@ -90,7 +90,7 @@ def test_the_bench_waits_for_the_gpu_that_it_was_given(monkeypatch):
 
 def test_what_is_written_out_are_the_lines_of_rung_05():
     rung, ours = (
-        (ROOT / file).read_text(encoding="utf-8") for file in ("speedup_05_compile.py", "branches/attention_bench.py")
+        (ROOT / file).read_text(encoding="utf-8") for file in ("speedup_05_compile.py", "measure/attention.py")
     )
     lines = re.search(r"        att = q @ .*\n.*\n        y = (.*?)  #", rung)[0].replace("self.mask[:T, :T]", "mask")
     product, masked, weighted = (line.strip() for line in lines.splitlines())
@@ -112,7 +112,7 @@ def test_the_peak_counts_what_is_held_at_once(fill, peak):
 
 
 def test_the_bench_prints_a_row_for_each_attention_and_length():
-    printed = play("branches/attention_bench.py", "--seq-lens", 16, 64, "--batch-size", 1, "--heads", 2)
+    printed = play("measure/attention.py", "--seq-lens", 16, 64, "--batch-size", 1, "--heads", 2)
     rows = [line for line in printed.splitlines() if re.match(r" +\d+  \w", line)]
     assert [row.split()[0] for row in rows] == ["16"] * 5 + ["64"] * 5
     for row in rows:
@@ -127,4 +127,4 @@ def test_the_bench_prints_a_row_for_each_attention_and_length():
 
 @pytest.mark.parametrize("wrong", [["--device", "cuda:99"], ["--batch-size", "0"], ["--dtype", "fp8"]])
 def test_the_bench_refuses_in_one_line(refused, wrong):
-    refused("branches/attention_bench.py", *wrong)
+    refused("measure/attention.py", *wrong)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import EAGER, ROOT, RUNGS, SCRIPTS, play, press_ctrl_c_at
 
+FOLDERS = "branches pretrain measure dev docs".split()
 PROGRAMS = "make python pip torchrun git source tensorboard ghp-import apt nvidia-smi code cp printf".split()
 
 # Commands that no test runs, by the reason why not. Every other command that is found is run.
@@ -21,9 +22,12 @@ NOT_RUN = {
         "git diff",
         "git restore",
         "torchrun --standalone --nproc_per_node=8",
-        "make docs-figures ARGS=results/FOLDER",  # test_measure.py and test_pretrain.py draw from named folders
-        "python tools/compare.py results/FOLDER results/FOLDER",
-        "python tools/curve.py results/FOLDER",
+        "make figures ARGS=results/ONE",  # test_measure.py draws from named folders
+        'make compare ARGS="results/ONE results/OTHER"',
+        "make compare",
+        "make plot",
+        "make propagate",
+        "python measure/compare.py results/FOLDER results/FOLDER",
         "python pretrain/hellaswag.py gpt2 --data FILE",
     ],
     "it installs packages or asks for them": [
@@ -55,25 +59,25 @@ NOT_RUN = {
         "make ladder ARGS=--branches",
         'make ladder ARGS="--repeat 3"',
         'make ladder ARGS="--repeat 3 --peers --profile"',
-        "python tools/docs.py",
-        "python tools/measure.py",
-        "python tools/render.py [FOLDER]",
-        "torchrun --standalone --nproc_per_node=2 tools/allreduce.py",
-        "torchrun --standalone --nproc_per_node=2 tools/allreduce.py --step-ms 2900",
-        "torchrun --standalone --nproc_per_node=2 tools/allreduce.py --model gpt2 --step-ms 2900",
+        "python docs/build_site.py",
+        "python measure/measure.py",
+        "python measure/render.py [FOLDER]",
+        "torchrun --standalone --nproc_per_node=2 measure/allreduce.py",
+        "torchrun --standalone --nproc_per_node=2 measure/allreduce.py --step-ms 2900",
+        "torchrun --standalone --nproc_per_node=2 measure/allreduce.py --model gpt2 --step-ms 2900",
     ],
     "another command is the same with more options": [
         "torchrun --standalone --nproc_per_node=2 ddp_run.py",
     ],
     "it needs a GPU, or many minutes of a CPU": [
         "nvidia-smi topo -m",
-        "python tools/machine.py --device cuda",
-        "python tools/roof.py --model gpt2 --batch-size 4",
-        "python tools/peers.py plain",  # with GPT-2 124M at B 4 and T 1024
-        "python tools/peers.py compiled",
-        "python tools/peers.py trainer",
-        "python branches/attention_bench.py",  # test_branches.py runs it with short sequences
-        "python branches/attention_bench.py --batch-size 32 --heads 8 --seq-lens 2048 --dtype fp16",
+        "python measure/machine.py --device cuda",
+        "python measure/roof.py --model gpt2 --batch-size 4",
+        "python measure/peers.py plain",  # with GPT-2 124M at B 4 and T 1024
+        "python measure/peers.py compiled",
+        "python measure/peers.py trainer",
+        "python measure/attention.py",  # test_branches.py runs it with short sequences
+        "python measure/attention.py --batch-size 32 --heads 8 --seq-lens 2048 --dtype fp16",
         'make ladder ARGS="--batch-size 16 --peers --profile --batches --budget 30"',
         "make ladder ARGS=--batches",
     ],
@@ -103,14 +107,15 @@ BEFORE = {
     r"(sample|export_hf)\.py runs/try|tensorboard --logdir runs/try": "mkdir runs; cp -r $TRAINED runs/try",
     r"(sample|export_hf)\.py runs/gpt2": "mkdir runs; cp -r $TRAINED runs/gpt2",
     r"(sample|export_hf)\.py checkpoints": "cp -r $TRAINED checkpoints",
-    r"--init-from my-gpt2": "python tools/export_hf.py $TRAINED my-gpt2",
+    r"--init-from my-gpt2": "python pretrain/export_hf.py $TRAINED my-gpt2",
     r"corpus/\*\.jsonl": """mkdir corpus; for n in {1..99}; do echo '{"text": "Not to be"}'; done > corpus/a.jsonl""",
     r"books/\*\.txt": "mkdir books; cp input.txt books",
     r"--data shards/books": "python pretrain/fineweb.py --out shards/books input.txt",
     r"shards \*\.parquet": PARQUET.format("a.parquet"),
     r"10BT/\*\.parquet": f"mkdir 10BT; {PARQUET.format('10BT/a.parquet')}",
     r"log-file \$folder": "folder=runs/nano; mkdir -p $folder",
-    r"\$folder$|\$folder/machine": FOLDER,
+    r"\$folder$|\$folder/machine|\$folder/log\.jsonl$": FOLDER,
+    r"runs/a\.jsonl": """mkdir runs; for run in a b; do echo '{"step": 0, "loss": 9.0}' > runs/$run.jsonl; done""",
     r"reset --soft": "git -c user.name=Test -c user.email=test@localhost commit -q --allow-empty -m more",
     r"propagate\.py .*speedup_11_my_idea|make diff-11": "cp speedup_10_fused_adamw.py speedup_11_my_idea.py\n"
     "sed -i s/0.95/0.96/ speedup_11_my_idea.py\n"
@@ -128,14 +133,14 @@ LONG = {
 
 def commands():
     """{command: the file where a reader finds it}"""
-    import docs
+    import build_site
 
     found = {}
 
     def add(command, where):
         found.setdefault(" ".join(re.split(r"\s# ", command)[0].split()), where)
 
-    site, rungs = docs.Site(), {f"docs/pages/rungs/{Path(rung.file).stem}.md": rung for rung in RUNGS.values()}
+    site, rungs = build_site.Site(), {f"docs/pages/rungs/{Path(rung.file).stem}.md": rung for rung in RUNGS.values()}
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
         text = re.sub(r"<!-- [^>]* from results/ -->.*?<!-- end of", "", text, flags=re.DOTALL)  # how it was measured
@@ -149,7 +154,7 @@ def commands():
         for span in re.findall(r"`([^`]+)`", blocks.sub("", text)):
             if span.split()[0] in PROGRAMS and " " in span:
                 add(span, name)
-    for path in [path for folder in (".", "branches", "pretrain", "tools") for path in ROOT.glob(f"{folder}/*.py")]:
+    for path in [path for folder in (".", *FOLDERS) for path in ROOT.glob(f"{folder}/*.py")]:
         for line in (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines():
             for part in re.split(r"  +", line):
                 if re.match(rf"\(?({'|'.join(PROGRAMS)}) ", part) and part != line:

@@ -137,8 +137,9 @@ def test_less_than_one_shard_is_divided_and_a_second_run_does_nothing(shard, ref
 
 WRONG_CORPUS = {
     "no such file": (["nowhere.jsonl"], "nowhere.jsonl"),
-    "two kinds": (["a.jsonl", "b.txt"], "all of one kind"),
-    "an unknown kind": (["c.doc"], r"\.doc"),
+    "two kinds": (["a.jsonl", "b.txt"], r"the files end in \.jsonl and \.txt: give one kind only"),
+    "a folder": (["foreign"], r"foreign is a folder: name the files in it, as in \S*foreign/\*\.jsonl"),
+    "an unknown kind": (["c.doc"], r"c\.doc is not a \.txt, \.jsonl or \.parquet file"),
     "no such column": (["a.jsonl", "--column", "body"], "body"),
     "a row without text": (["hole.jsonl"], "no text"),
     "not JSON": (["broken.jsonl"], "broken.jsonl"),
@@ -178,12 +179,14 @@ def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, ca
     lines = [line for line in re.split(r"[\r\n]", written) if line and "tokens/s]" not in line]  # the progress bar
     assert len(lines) == 1 and re.match(f"fineweb.py: error: .*{pattern}", lines[0]), written
     assert {path: path.read_bytes() for path in here} == here
+    assert (tmp_path / "new").exists() == ("alone" in case)
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(run, tmp_path):
     done = run("pretrain/fineweb.py", "--out", tmp_path / "new", HF_HUB_OFFLINE="1")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "on the hub: " in done.stderr and "without a network, give files" in done.stderr
+    assert not (tmp_path / "new").exists()
 
 
 def damaged(name, data):

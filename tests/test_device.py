@@ -11,13 +11,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import attention_bench as bench
-import checkpoint
+import attention as bench
 import gauge
 import hellaswag
 import kernels
 import machine
-import measure
 import psutil
 import pynvml
 import pytest
@@ -26,6 +24,8 @@ import roof
 import torch
 from conftest import ROOT, copy_project, load, made_up_gpu
 from torch.utils.flop_counter import FlopCounterMode
+
+import measure
 
 # ---- the roof
 
@@ -83,10 +83,10 @@ def test_a_gpu_is_measured_in_the_types_that_it_multiplies_in_and_in_no_emulated
         assert roof.precisions(cuda) == found
         assert "bf16" not in roof.precisions(torch.device("mps"))  # rung 03 uses none there
         monkeypatch.setattr(bench, "ATTENTION", {})
-        monkeypatch.setattr("sys.argv", ["attention_bench.py", "--seq-lens", "8"])
+        monkeypatch.setattr("sys.argv", ["attention.py", "--seq-lens", "8"])
         bench.main()
         monkeypatch.setattr(hellaswag, "read_examples", lambda path: [])
-        monkeypatch.setattr(checkpoint, "load_model", lambda path: torch.nn.Linear(1, 1))
+        monkeypatch.setattr(hellaswag, "load_model", lambda path: torch.nn.Linear(1, 1))
         monkeypatch.setattr(hellaswag, "count_right", lambda *_: (torch.is_autocast_enabled("cpu"), 0, 1))
         monkeypatch.setattr("sys.argv", ["hellaswag.py", "model"])
         hellaswag.main()
@@ -356,14 +356,14 @@ finally:
 
 @pytest.mark.slow
 def test_a_second_profile_compiles_nothing(run, small, tmp_path):
-    copy_project(tmp_path, "tools")
-    (tmp_path / "tools" / "counted.py").write_text(
-        COUNTED.replace('"kernels.py"', repr(str(ROOT / "tools/kernels.py")))
+    copy_project(tmp_path, "measure")
+    (tmp_path / "measure" / "counted.py").write_text(
+        COUNTED.replace('"kernels.py"', repr(str(ROOT / "measure/kernels.py")))
     )
     words = [small / "speedup_10_fused_adamw.py", *"--steps 9 --batch-size 1 --seq-len 16 --device cpu".split()]
     compiled = []
     for _ in range(2):
-        done = run("tools/counted.py", *words, folder=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+        done = run("measure/counted.py", *words, folder=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
         assert done.returncode == 0, done.stderr
         misses, hits = json.loads(done.stdout.splitlines()[-1])
         compiled.append(misses)
@@ -385,7 +385,7 @@ def test_on_a_gpu_a_profile_finds_the_kernels_of_the_runs_before_it(gpu, monkeyp
 
 @pytest.mark.slow
 def test_the_time_of_a_real_step_is_all_there(run):
-    done = run("tools/kernels.py", ROOT / "baseline.py", "--steps", measure.PROFILED_STEPS)
+    done = run("measure/kernels.py", ROOT / "baseline.py", "--steps", measure.PROFILED_STEPS)
     assert done.returncode == 0, done.stderr
     groups = json.loads(done.stdout.splitlines()[-1])["groups_ms"]
     printed = [float(step["ms"]) for step in done.steps[5:8]]

@@ -20,15 +20,15 @@ from conftest import ROOT, RUNGS, copy_project, give_packages
 from ladder import PLAIN_GIT, changed_lines, read_toml, split
 
 pytest.importorskip("zensical", reason="Zensical takes Python 3.11 or later")
+import build_site as docs  # noqa: E402
 from bs4 import BeautifulSoup  # noqa: E402
-
-import docs  # noqa: E402
 
 SCRIPTS = list(RUNGS)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAIRS = [(before, after) for i, after in enumerate(SCRIPTS) for before in SCRIPTS[:i]]
 RUNG_PAGES = [docs.page(script) for script in SCRIPTS]
 SIDE_PAGES = ["index.html", "compare.html", "where.html", "log.html", "mistakes.html", "measuring.html", "checked.html"]
+SIDE_PAGES.append("pretrain.html")
 PAGES = [*SIDE_PAGES, *RUNG_PAGES, *(docs.pair_page(*pair) for pair in PAIRS)]
 SHOWN = [*SIDE_PAGES, *RUNG_PAGES, docs.pair_page(SCRIPTS[0], SCRIPTS[10]), docs.pair_page(SCRIPTS[0], SCRIPTS[12])]
 NEAR = [pair if RUNGS[pair[1]].before == pair[0] else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]
@@ -243,8 +243,27 @@ def test_a_rungs_page_shows_what_was_measured_beside_what_was_predicted(soup, sc
         check_findings(soup(docs.page(script)), script, name, data)
 
 
+def test_the_page_on_pre_training_shows_the_run_in_results(soup):
+    page, (folder,) = soup("pretrain.html"), (ROOT / "results").glob("pretrain-*")
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    scores = {row["step"]: row for row in rows if "val_loss" in row}
+    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    best = min(scores.values(), key=lambda row: row["val_loss"])
+    (table,) = (table for table in page.select(".results table"))
+    shown = [[cell.text for cell in row.select("th, td")] for row in table.select("tbody tr")]
+    for before, step, cells in zip([None, *scores], scores, shown, strict=False):
+        since = [losses[at] for at in range(before, step)] if before is not None else []
+        mean = f"{sum(since) / len(since):.3f}" if since else ""
+        assert cells == [str(step), mean, f"{scores[step]['val_loss']:.3f}"]
+    assert len(shown) == len(scores)
+    label = page.select_one(".results figure[role=img]")["aria-label"]
+    assert f"{best['val_loss']:.3f} at step {best['step']}" in label and page.select(".results figure svg")
+    samples = [code.text for code in page.select(".results pre code")]
+    assert samples == [row["samples"][0] for row in (scores[0], best, scores[max(scores)])]
+
+
 def test_every_mistake_is_on_its_page(soup):
-    page, kinds = soup("mistakes.html"), read_toml("tools/mistakes.toml")
+    page, kinds = soup("mistakes.html"), read_toml("dev/mistakes.toml")
     groups = [heading.find(string=True).strip() for heading in page.select("article h2")]
     assert list(kinds) == ["silent", "slow", "unsafe"]
     assert groups == ["Silently wrong", "Slower than it looks", "Unsafe"]
@@ -394,9 +413,9 @@ def test_a_mistake_in_a_page_is_one_line_and_leaves_the_site_that_was_there(tmp_
         (None, "baseline.md is missing"),
     ):
         page.unlink() if wrong is None else page.write_text(wrong, encoding="utf-8")
-        done = subprocess.run([docs.sys.executable, "tools/docs.py"], cwd=root, capture_output=True, text=True)
-        assert done.returncode == 1 and not done.stdout
-        assert re.fullmatch(rf"docs\.py: error: .*{error}.*\n", done.stderr), done.stderr
+        done = subprocess.run([docs.sys.executable, "docs/build_site.py"], cwd=root, capture_output=True, text=True)
+        assert done.returncode == 1 and len(done.stdout.splitlines()) < 4
+        assert re.fullmatch(rf"build_site\.py: error: .*{error}.*\n", done.stderr), done.stderr
         assert (root / "docs" / "site" / "index.html").read_text() == "the last one"
 
 

@@ -12,7 +12,7 @@ from conftest import LONG, NO_SCORES, ROOT, load, nano, save_gpt2, watch
 from test_checkpoints import Command
 from test_corpus import END, TRAIN, encode, train, uneven
 
-sample = load("tools/sample.py")
+sample = load("pretrain/sample.py")
 
 
 SHORT = "--batch-size", 2, "--seq-len", 64, "--total-batch-size", 128, "--data", ROOT / "README.md"
@@ -66,8 +66,8 @@ def test_init_from_takes_it_back(exported, trained, monkeypatch):
 def test_the_export_touches_no_folder_that_is_there(refused, trained, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    refused("tools/export_hf.py", trained, tmp_path / "mine", says=".* exists already$")
-    refused("tools/export_hf.py", tmp_path / "mine" / "notes.txt", tmp_path / "new")
+    refused("pretrain/export_hf.py", trained, tmp_path / "mine", says=".* exists already$")
+    refused("pretrain/export_hf.py", tmp_path / "mine" / "notes.txt", tmp_path / "new")
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]
 
 
@@ -174,7 +174,7 @@ def test_samples_are_drawn_with_their_probabilities(small):
 
 @pytest.mark.slow
 def test_the_samples_of_a_command(run, small, monkeypatch, capsys):
-    words = "tools/sample.py", small[2], "--prompt", "O Romeo 漢", "--tokens", 20, "--samples", 3, "--device", "cpu"
+    words = "pretrain/sample.py", small[2], "--prompt", "O Romeo 漢", "--tokens", 20, "--samples", 3, "--device", "cpu"
 
     def here(*more):
         monkeypatch.setattr("sys.argv", [*map(str, words), *more])
@@ -225,7 +225,7 @@ WRONG_SAMPLE = {
 @pytest.mark.parametrize("case", WRONG_SAMPLE)
 def test_what_is_wrong_with_a_sample_is_one_line(case, refused, small):
     arguments, pattern = WRONG_SAMPLE[case]
-    refused("tools/sample.py", small[2], *arguments, says=pattern)
+    refused("pretrain/sample.py", small[2], *arguments, says=pattern)
 
 
 @torch.no_grad()

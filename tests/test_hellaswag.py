@@ -154,7 +154,7 @@ def trained(tmp_path_factory):
 @pytest.mark.slow
 def test_a_checkpoint_a_folder_of_them_and_an_export_score_alike(run, trained, questions, tmp_path):
     """As a user runs it, the first compiled."""
-    assert run("tools/export_hf.py", trained, tmp_path / "model").returncode == 0
+    assert run("pretrain/export_hf.py", trained, tmp_path / "model").returncode == 0
     lines = []
     for model, how in (trained, {}), (trained / "step_00000002.pt", EAGER), (tmp_path / "model", EAGER):
         done = run("pretrain/hellaswag.py", model, "--data", questions, "--batch-tokens", 1024, **how)
@@ -164,7 +164,7 @@ def test_a_checkpoint_a_folder_of_them_and_an_export_score_alike(run, trained, q
     assert re.fullmatch(r"HellaSwag, completion style \| acc 0\.\d{4} \| acc_norm 0\.\d{4} \| 40 examples\n", lines[0])
 
 
-@pytest.mark.parametrize("script", ["tools/sample.py", "pretrain/hellaswag.py"])
+@pytest.mark.parametrize("script", ["pretrain/sample.py", "pretrain/hellaswag.py"])
 @pytest.mark.parametrize("what", ["a hub that cannot be reached", "text", "foreign"])
 def test_a_model_that_cannot_be_had_is_one_line(refused, script, what, tmp_path, questions):
     (tmp_path / "text.pt").write_text("no checkpoint")

@@ -6,8 +6,11 @@ reported.
 """
 
 import ast
+import contextlib
 import difflib
 import io
+import os
+import pty
 import re
 import shutil
 import subprocess
@@ -16,8 +19,10 @@ import textwrap
 import tokenize
 
 import pytest
+import unidiff
 from conftest import LONG, ROOT, RUNGS, SCRIPTS, TRAIN, copy_project
-from ladder import changed_lines, split, with_table
+from ladder import changed_lines, split
+from readme import with_table
 
 TRAILING = r", (?=[)\]}])"  # the comma that re-wrapping adds
 DIFFS = [script for script, rung in RUNGS.items() if rung.before]
@@ -119,8 +124,7 @@ def test_its_diff_is_within_its_limit(script):
 
 @pytest.mark.parametrize("script", DIFFS)
 def test_its_docstring_names_the_diff(script):
-    number = re.search(r"(?:speedup_)?([^_/.]+)[^/]*$", script)[1]
-    assert f"\n    make diff-{number}  " in ast.get_docstring(ast.parse(source(script))) + "\n"
+    assert f"\n    make diff-{RUNGS[script].number}  " in ast.get_docstring(ast.parse(source(script))) + "\n"
 
 
 @pytest.mark.parametrize("script", DIFFS)
@@ -236,7 +240,7 @@ def test_a_new_idea_takes_a_file_and_a_row(tmp_path, verdict):
     (root / "speedup_11_trial.py").write_text(TWELFTH + idea, encoding="utf-8")
     with (root / "ladder.toml").open("a", encoding="utf-8") as file:
         file.write(ROW)
-    subprocess.run([sys.executable, "tools/ladder.py"], cwd=root, check=True)
+    subprocess.run([sys.executable, "dev/readme.py"], cwd=root, check=True)
     readme = (root / "README.md").read_text(encoding="utf-8")
     assert (
         "| [`speedup_11_trial.py`](speedup_11_trial.py) | speed | a trial | +1 −1 in `main` | never | always |"
@@ -274,16 +278,16 @@ def test_a_new_idea_takes_a_file_and_a_row(tmp_path, verdict):
     ],
 )
 def test_a_wrong_row_is_one_clear_error(row, text, tmp_path):
-    copy_project(tmp_path, "tools")
+    copy_project(tmp_path, "dev")
     for folder in ("branches", "pretrain"):
         (tmp_path / folder).mkdir()
     for file in ("README.md", "ladder.toml", *RUNGS):
         shutil.copy(ROOT / file, tmp_path / file)
     with (tmp_path / "ladder.toml").open("a", encoding="utf-8") as file:
         file.write(f"\n[[rung]]\n{row}\n")
-    done = subprocess.run([sys.executable, "tools/ladder.py"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "dev/readme.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith("ladder.py: error: ") and text in done.stderr
+    assert done.stderr.startswith("readme.py: error: ") and text in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == source("README.md")
 
@@ -294,8 +298,7 @@ def test_the_ladder_has_the_twelve_files_that_people_type():
     ladder = ["baseline.py", *rungs, "ddp_run.py"]
     assert SCRIPTS[: len(ladder)] == ladder
     files = [path.relative_to(ROOT).as_posix() for folder in (".", "branches") for path in ROOT.glob(f"{folder}/*.py")]
-    bench = "branches/attention_bench.py"  # which trains nothing: test_branches.py
-    assert set(files) == set(SCRIPTS) - {LONG} | {bench}
+    assert set(files) == set(SCRIPTS) - {LONG}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -327,15 +330,56 @@ def test_a_script_is_short_and_stands_alone(script):
         ("train", "validate"),
     ],
 )
-def test_make_diff_shows_a_rung_against_the_one_before(number, text):
-    done = subprocess.run(["make", "--no-print-directory", f"diff-{number}"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    docstring, diff = done.stdout.split("\x1b", 1)
+def test_make_diff_shows_a_rung_in_colour_on_a_terminal(number, text):
+    terminal, inside = pty.openpty()
+    os.set_blocking(terminal, False)
+    with open(inside, "wb") as stdout:  # a terminal holds 4 kB until they are read
+        child = subprocess.Popen(["make", "--no-print-directory", f"diff-{number}"], cwd=ROOT, stdout=stdout)
+    printed = b""
+    while True:
+        ended = child.poll() is not None
+        with contextlib.suppress(BlockingIOError, OSError):
+            while part := os.read(terminal, 4096):
+                printed += part
+        if ended:
+            break
+    os.close(terminal)
+    assert child.returncode == 0
+    docstring, diff = printed.decode().replace("\r\n", "\n").split("\x1b", 1)
     assert docstring.startswith('"""') and "+++ b/" in diff
     assert re.search(rf"\x1b\[32m[^\x1b]*{re.escape(text)}", diff)  # in green
+    by_words = "\x1b[31m-" not in diff
+    assert by_words == (number in ("03", "10"))
 
 
-def test_make_diff_refuses_a_rung_that_is_not_there():
+@pytest.mark.parametrize("script", DIFFS)
+def test_a_diff_in_a_file_has_no_colour_and_the_line_numbers_of_the_files(script):
+    rung = RUNGS[script]
+    done = subprocess.run([sys.executable, "dev/diff.py", rung.number], cwd=ROOT, capture_output=True, text=True)
+    docstring = split(source(script))[0]
+    assert done.returncode == 0 and done.stdout.startswith(docstring) and "\x1b" not in done.stdout
+    (patch,) = unidiff.PatchSet(done.stdout[len(docstring) :])
+    old, new = source(rung.before).splitlines(), source(script).splitlines()
+    for line in (line for hunk in patch for line in hunk):
+        assert line.source_line_no is None or old[line.source_line_no - 1] == line.value.rstrip("\n")
+        assert line.target_line_no is None or new[line.target_line_no - 1] == line.value.rstrip("\n")
+    assert (patch.added, patch.removed) == changed_lines(rung.before, script)
+
+
+def test_diff_refuses_a_rung_that_is_not_there_and_ends_with_its_reader():
     done = subprocess.run(["make", "diff-99"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
-    assert "there is no rung 99" in done.stderr
+    assert done.stderr.startswith("diff.py: error: there is no rung 99, only 01, 02, ")
+    done = subprocess.run("python dev/diff.py train | head -1", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith('"""') and done.stderr == ""
+
+
+def test_the_marks_of_a_conflict_are_not_counted_as_lines(tmp_path):
+    root = copy_project(tmp_path / "ladder")
+    path, readme = root / "speedup_02_tf32.py", (root / "README.md").read_bytes()
+    path.write_text(path.read_text(encoding="utf-8").replace("def main():", "<<<<<<< ours\ndef main():"))
+    for words in (["dev/readme.py"], ["dev/diff.py", "02"], ["dev/diff.py", "03"]):
+        done = subprocess.run([sys.executable, *words], cwd=root, capture_output=True, text=True)
+        assert done.returncode != 0 and len(done.stderr.splitlines()) == 1
+        assert "error: speedup_02_tf32.py still has the marks of a conflict" in done.stderr
+    assert (root / "README.md").read_bytes() == readme

@@ -17,13 +17,14 @@ import time
 from types import SimpleNamespace
 
 import compare
-import measure
 import pytest
 import record
 import render
 import torch
 from conftest import EAGER, ROOT, copy_project, load, made_up_gpu, play, press_ctrl_c_at, since
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import measure
 
 MACHINE = {"device": "cpu", "name": "Made Up(R) 9000", "cpu": "Made Up", "capability": "AVX2", "cores": 2, "threads": 2}
 MACHINE |= {"memory_gib": 8.0, "torch": "2", "python": "3", "system": "Linux"}
@@ -62,7 +63,7 @@ def measurement(*rows, **ceilings):
         "settings": settings | dict.fromkeys(("peers", "branches", "profile", "batches", "fit"), False),
         "machine": {key: MACHINE[key] for key in measure.MACHINE},
         "sources_sha256": "",
-        "command": "python tools/measure.py",
+        "command": "python measure/measure.py",
         "started": "2026-01-02T03:04:05+00:00",
         "finished": "2026-01-02T03:14:05+00:00",
         "complete": True,
@@ -220,7 +221,7 @@ def updates(run, small, tmp_path_factory):
 
     def call(script, *words, **environment):
         arguments = [*words, "--model", "nano", "--batch-size", 2, "--seq-len", 32, "--steps", 14]
-        path = f"{ROOT / 'tests' / 'offline'}{os.pathsep}{small / 'tools'}"
+        path = f"{ROOT / 'tests' / 'offline'}{os.pathsep}{small / 'measure'}"
         done = run("updates.py", small / script, *arguments, folder=folder, PYTHONPATH=path, **environment)
         assert done.returncode == 0, done.stderr
         done.updates = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
@@ -238,7 +239,7 @@ def rung_10(updates):
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
-    done = updates("tools/peers.py", peer, **EAGER if peer == "trainer" else {})  # one that is compiled will do
+    done = updates("measure/peers.py", peer, **EAGER if peer == "trainer" else {})  # one that is compiled will do
     assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # 47 rows of padding, bf16
     assert rung_10.losses[-1] < rung_10.losses[0] - 0.05
     for (theirs, their_norm), (ours, our_norm) in zip(done.updates, rung_10.updates, strict=True):
@@ -254,7 +255,7 @@ def watched():
 
     @functools.cache
     def watched(peer):
-        peers, rung, events, dtypes = load("tools/peers.py"), load("speedup_10_fused_adamw.py"), [], []
+        peers, rung, events, dtypes = load("measure/peers.py"), load("speedup_10_fused_adamw.py"), [], []
         build, loader = peers.build, rung.DataLoaderLite
         said = {"clock": time.perf_counter, "next_batch": loader.next_batch, "backward": torch.autograd.backward}
 
@@ -308,14 +309,14 @@ def test_a_peer_is_compiled_and_in_bf16_if_it_says_so(peer, fast, watched):
 def test_the_peers_have_the_attention_that_transformers_takes_by_default():
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    kind = load("tools/peers.py").build("nano").config._attn_implementation
+    kind = load("measure/peers.py").build("nano").config._attn_implementation
     assert kind == GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8)).config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0)])  # V100, T4, A100
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peer_leaves_out_what_a_gpu_only_emulates_as_rung_10_does(peer, capability, monkeypatch, capsys):
-    peers = load("tools/peers.py")
+    peers = load("measure/peers.py")
 
     def look(model, loader, steps, device, report, use_bf16):
         report(1.0, 1.0)
@@ -337,7 +338,7 @@ def test_a_peer_leaves_out_what_a_gpu_only_emulates_as_rung_10_does(peer, capabi
     "words", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "CUDA out of memory. Tried to"]
 )
 def test_a_peer_that_is_out_of_memory_says_so_in_a_line(words, monkeypatch, capsys):
-    peers = load("tools/peers.py")
+    peers = load("measure/peers.py")
 
     def fail(*args):
         raise RuntimeError(words)
@@ -351,7 +352,7 @@ def test_a_peer_that_is_out_of_memory_says_so_in_a_line(words, monkeypatch, caps
 
 
 def test_a_peers_clock_waits_for_the_gpu():
-    report = load("tools/peers.py").Report(torch.device("cuda"), tokens=32)
+    report = load("measure/peers.py").Report(torch.device("cuda"), tokens=32)
     with made_up_gpu() as events, pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: events.append("clock"))
         report.clock()
@@ -421,7 +422,8 @@ def test_a_row_counts_the_tokens_that_its_script_trains_on(script):
 @pytest.fixture
 def made_up(tmp_path):
     """A project of three made-up scripts, c.py out of memory from B 13 on, with its own roof, machine and profiler."""
-    copy_project(tmp_path, "tools")
+    for folder in ("measure", "dev"):
+        copy_project(tmp_path, folder)
     (tmp_path / "results").mkdir()
     (tmp_path / "input.txt").touch()
     shutil.copy(ROOT / "results" / "ladder.schema.json", tmp_path / "results")
@@ -432,19 +434,19 @@ def made_up(tmp_path):
     for name, ms, limit in (("a", 8, 9), ("b", 4, 9), ("c", 2, 12)):
         (tmp_path / f"{name}.py").write_text(SCRIPT.replace("TIME", str(ms)).replace("LIMIT", str(limit)))
     ceiling = measurement(made("a", [SLOW]), float32=0.5)["roof"]
-    (tmp_path / "tools" / "roof.py").write_text(f"print('''{json.dumps(ceiling)}''')")
+    (tmp_path / "measure" / "roof.py").write_text(f"print('''{json.dumps(ceiling)}''')")
 
     def on(found):
-        (tmp_path / "tools" / "machine.py").write_text(f"print('''{json.dumps(found)}''')")
+        (tmp_path / "measure" / "machine.py").write_text(f"print('''{json.dumps(found)}''')")
 
     on(MACHINE)
-    (tmp_path / "tools" / "kernels.py").write_text(
+    (tmp_path / "measure" / "kernels.py").write_text(
         "import json, runpy, sys\nsys.argv.pop(0)\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
         f"print(json.dumps({PROFILE}))\n"
     )
 
     def call(*arguments):
-        words = [sys.executable, "tools/measure.py", "--model", "nano", "--steps", "4", *map(str, arguments)]
+        words = [sys.executable, "measure/measure.py", "--model", "nano", "--steps", "4", *map(str, arguments)]
         return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
     def order():
@@ -527,7 +529,7 @@ def test_all_failing_is_a_failure_after_one_pass(made_up):
 )
 def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(made_up, sent, status):
     (made_up.folder / "b.py.slow").touch()
-    words = [sys.executable, "tools/measure.py", "--model", "nano", "--steps", "4"]
+    words = [sys.executable, "measure/measure.py", "--model", "nano", "--steps", "4"]
     child = subprocess.Popen(words, cwd=made_up.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while "pass 1/1  a.py" not in child.stdout.readline():
         assert child.poll() is None
@@ -562,7 +564,7 @@ def test_the_budget_ends_a_run_that_is_too_long_and_what_was_measured_stays(made
     assert made_up.call("--repeat", 2).returncode == 0 and made_up.order() == list("bccba")
     data = made_up.result()[1]
     assert data["finished"] and data["complete"]
-    assert data["command"] == "python tools/measure.py --model nano --steps 4 --repeat 2"
+    assert data["command"] == "python measure/measure.py --model nano --steps 4 --repeat 2"
 
 
 @pytest.fixture
@@ -695,7 +697,7 @@ def test_a_budget_is_spent_in_the_order_of_worth(in_process, minutes, expected):
     ran = {kind: 0 for kind in ("ladder", "profile", "batches", "peers")}
     for line in in_process.state.ran:
         kind = "profile" if "kernels.py" in line else "batches" if "--compile-mode" in line else "ladder"
-        ran["peers" if re.match("tools/peers|-m torch", line) else kind] += 1
+        ran["peers" if re.match("measure/peers|-m torch", line) else kind] += 1
     assert ran == dict.fromkeys(ran, 0) | expected
     assert bool(data["finished"]) == (ran["ladder"] >= 12) and data["complete"] == (minutes == 13)
     assert in_process.state.clock <= 60 * minutes
@@ -754,7 +756,7 @@ def test_a_mistake_is_one_line(made_up, arguments, said):
 )
 def test_one_gpu_alone_is_measured_and_nothing_overrides_its_precision(made_up, monkeypatch, visible, second):
     machine = MACHINE | {"device": "cuda:1", "device_memory_gib": 80.0, "driver": "1", "cuda": "1"}
-    (made_up.folder / "tools" / "machine.py").write_text(f"print('''{json.dumps(machine)}''')")
+    (made_up.folder / "measure" / "machine.py").write_text(f"print('''{json.dumps(machine)}''')")
     look = "import os, sys\nopen('seen.txt', 'a').write(f'{dict(os.environ)} {sys.argv}\\n')\n"
     (made_up.folder / "a.py").write_text(look + (made_up.folder / "a.py").read_text())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -777,7 +779,7 @@ def test_other_sources_are_another_measurement(made_up):
 
 def test_fit_finds_the_largest_batch_and_measures_there(made_up):
     gpu = MACHINE | {"device": "cuda", "device_memory_gib": 80.0, "driver": "1", "cuda": "1"}
-    (made_up.folder / "tools" / "machine.py").write_text(f"print('''{json.dumps(gpu)}''')")
+    (made_up.folder / "measure" / "machine.py").write_text(f"print('''{json.dumps(gpu)}''')")
     (made_up.folder / "c.py").write_text((made_up.folder / "c.py").read_text().replace("B > 12", "B > 10**9"))
     done = made_up.call("--fit", "--repeat", 1)
     assert done.returncode == 0, done.stderr
@@ -874,7 +876,7 @@ def test_a_table_says_what_it_takes_to_believe_it():
     said = " ".join(render.conditions(data))
     for words in (
         "NVIDIA H200, 139.8 GiB, driver 580, CUDA 13.0, cuDNN 91501. torch 2.11,",
-        "one pass of 20 steps (of 2 that were asked for): `python tools/measure.py`. Commit 0123456.",
+        "one pass of 20 steps (of 2 that were asked for): `python measure/measure.py`. Commit 0123456.",
         "Clock: 345 MHz before the first run, 1755 to 1980 MHz under load; power limit 700 W.",
         "Attention: written out (a); cuDNN (b).",
         "The machine was busy before 1 of 2 runs (other processes use the GPU: 1).",
@@ -980,14 +982,14 @@ def test_the_readme_and_its_figures_are_those_of_the_results(tmp_path):
     shown = re.findall(r"\((results/[^)]+)/ladder.json\)", readme)  # a reader may have measured since
     assert shown
     figures = (ROOT / "docs" / "img").glob("*.svg")
-    kept = {path: path.read_bytes() for path in figures if not path.name.startswith("pretrain-")}  # tools/curve.py's
+    kept = {path: path.read_bytes() for path in figures if not path.name.startswith("pretrain-")}  # measure/plot.py's
     start, end = readme.index(render.BEGIN) + len(render.BEGIN), readme.index(render.END)
     copy = copy_project(tmp_path / "project")
     shutil.rmtree(copy / "docs")
     (copy / "docs" / "img").mkdir(parents=True)
     (copy / "docs" / "img" / "a-users-own.svg").touch()
     (copy / "docs" / "img" / "an-older-one-tokens.svg").touch()
-    words = [sys.executable, "tools/render.py", *shown]
+    words = [sys.executable, "measure/render.py", *shown]
     done = subprocess.run(words, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (copy / "README.md").read_text(encoding="utf-8")[start:end] == readme[start:end]
@@ -1014,7 +1016,7 @@ def test_render_refuses_what_is_no_measurement(tmp_path):
         ("results/nowhere", "No such file"),
         ("elsewhere", "is not in results/"),
     ):
-        done = subprocess.run([sys.executable, "tools/render.py", folder], cwd=copy, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "measure/render.py", folder], cwd=copy, capture_output=True, text=True)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
         assert done.stderr.startswith("render.py: error: ") and said in done.stderr
         assert written() == before and len(before) > 5
@@ -1039,7 +1041,7 @@ def test_make_ladder_measures_every_row(clone):
     """
     ladder, left_out = clone / "ladder.toml", r'\[\[rung\]\]\nfile = "speedup_0[124-9].*?(?=\[\[rung\]\])'
     ladder.write_text(re.sub(left_out, "", ladder.read_text(encoding="utf-8"), flags=re.DOTALL), encoding="utf-8")
-    for script in (*since(5), "tools/peers.py"):  # a measurement drops TORCH_COMPILE_DISABLE, which would change it
+    for script in (*since(5), "measure/peers.py"):  # a measurement drops TORCH_COMPILE_DISABLE, which would change it
         text = (clone / script).read_text(encoding="utf-8").replace("torch_compile=True", "torch_compile=False")
         (clone / script).write_text(text.replace("model.compile(", "dict("), encoding="utf-8")
     flags = "--model nano --device cpu --batch-size 1 --seq-len 16 --steps 2 --peers --branches --profile"
@@ -1070,7 +1072,7 @@ def test_make_ladder_measures_every_row(clone):
 
 @pytest.mark.slow
 def test_a_model_that_no_script_knows_is_refused_before_anything_is_measured(tmp_path):
-    words = [sys.executable, "tools/measure.py", "--model", "gpt5", "--device", "cpu", "--out", tmp_path / "out"]
+    words = [sys.executable, "measure/measure.py", "--model", "gpt5", "--device", "cpu", "--out", tmp_path / "out"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith(
         "measure.py: error: argument --model: invalid choice: 'gpt5'"

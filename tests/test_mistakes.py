@@ -1,6 +1,6 @@
 """The mistakes that people make are caught: each is planted in a copy of the project, and a test must fail.
 
-`tools/mistakes.toml` holds them, with the test that must fail and what comes of each. `make test` plants each in one
+`dev/mistakes.toml` holds them, with the test that must fail and what comes of each. `make test` plants each in one
 of the scripts that have its lines, chosen in turn, `make test-all` in all.
 """
 
@@ -11,7 +11,7 @@ from conftest import ROOT, RUNGS, copy_project, since, versions
 from ladder import read_toml
 from test_ladder import parts
 
-MISTAKES = [mistake for mistakes in read_toml("tools/mistakes.toml").values() for mistake in mistakes]
+MISTAKES = [mistake for mistakes in read_toml("dev/mistakes.toml").values() for mistake in mistakes]
 
 
 def plant(mistake, source):

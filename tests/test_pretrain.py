@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 
-import curve
 import numpy as np
 import pytest
 import torch
@@ -342,7 +341,7 @@ def test_a_run_on_a_gpu_evaluates_and_goes_on(run, arguments, tmp_path, ranks, m
     assert again.returncode == 0 and "6 of 8 steps are done" in again.stdout, again.stderr
     scores = [float(score) for score in re.findall(r"val loss (\S+)", done.stdout + again.stdout)]
     assert scores[0] == pytest.approx(math.log(50304), abs=0.25) and scores[-1] < scores[0] - 0.5
-    for script, *more in (("tools/sample.py",), ("pretrain/hellaswag.py", "--data", arguments[-3])):
+    for script, *more in (("pretrain/sample.py",), ("pretrain/hellaswag.py", "--data", arguments[-3])):
         done = run(script, tmp_path / "ck", *more)
         assert (done.returncode, trouble(done.stderr)) == (0, []), done.stderr
     measured(f"validation losses {scores}; {done.stdout.strip()}")
@@ -397,48 +396,3 @@ def test_pretrain_starts_in_a_folder_of_its_own(run, tmp_path):
 
 
 # The run that is committed
-
-
-def test_the_curve_shows_both_losses_under_their_own_names(tmp_path):
-    rows = [{"step": step, "val_loss": loss, "samples": ["x"]} for step, loss in ((0, 11.0), (2, 7.0), (4, 8.0))]
-    rows += [{"step": step, "loss": loss} for step, loss in enumerate((10.0, 9.0, 6.0, 4.0))]
-    rows.sort(key=lambda row: row["step"])
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "machine.json").write_text("{}")
-    _, evaluations = curve.read(tmp_path)
-    assert [row.get("loss") for row in evaluations] == [None, 9.5, 5.0]  # the mean of the steps since the one before
-    assert curve.best(evaluations)["step"] == 2
-    (axes,) = curve.draw(evaluations).axes
-    lines = {line.get_label().split(",")[0]: (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
-    assert lines == {"validation": ([2, 4], [7.0, 8.0]), "training": ([2, 4], [9.5, 5.0])}
-    assert axes.texts[0].get_text() == "best: 7.000 at step 2" and axes.texts[0].xy == (2, 7.0)
-
-
-def test_the_readme_shows_the_run_in_results(monkeypatch, tmp_path):
-    from render import write_svg
-
-    (folder,) = (ROOT / "results").glob("pretrain-*")
-    monkeypatch.setattr(curve, "write_svg", lambda figure, path: write_svg(figure, tmp_path / path.name))
-    section = curve.section(folder)
-    readme = (ROOT / "pretrain" / "README.md").read_text(encoding="utf-8")
-    if readme.split(curve.BEGIN)[1].split(curve.END)[0] != section:
-        pytest.fail(f"pretrain/README.md is behind: python tools/curve.py results/{folder.name}")
-    scores = {row["step"]: row["val_loss"] for row in records(folder / "log.jsonl") if "val_loss" in row}
-    best = min(scores, key=scores.get)
-    assert 0 < best < max(scores) and scores[max(scores)] > scores[best]  # it has turned up
-    for step in (0, best, max(scores)):
-        assert re.search(rf"\| {step} \| .*\| {scores[step]:.3f} \|", section), step
-    (image,) = re.findall(r"\.\./(docs/img/\S+\.svg)", section)
-    for text in (
-        (ROOT / image).read_text(encoding="utf-8"),
-        (tmp_path / f"{folder.name}.svg").read_text(encoding="utf-8"),
-    ):
-        assert f"best: {scores[best]:.3f} at step {best}" in text
-
-
-@pytest.mark.parametrize("wrong", ["elsewhere", "results/nowhere", "results/cpu-amd-epyc-2026-11-22"])
-def test_the_curve_refuses_what_is_no_run_in_one_line(run, tmp_path, wrong):
-    readme = (ROOT / "pretrain" / "README.md").read_bytes()
-    done = run("tools/curve.py", tmp_path if wrong == "elsewhere" else ROOT / wrong)
-    assert done.returncode == 2 and re.fullmatch("curve.py: error: .*\n", done.stderr), done.stderr
-    assert (ROOT / "pretrain" / "README.md").read_bytes() == readme

@@ -29,7 +29,7 @@ class Clone:
         return subprocess.run(["git", *command], cwd=self.root, check=True, capture_output=True, text=True).stdout
 
     def propagate(self, *args):
-        command = [sys.executable, "tools/propagate.py", *args]
+        command = [sys.executable, "dev/propagate.py", *args]
         return subprocess.run(command, cwd=self.root, capture_output=True, text=True)
 
     def texts(self):
@@ -102,7 +102,7 @@ def test_it_stops_at_a_conflict_and_goes_on_from_there(clone):
         *says(SCRIPTS[1:6], "carried"),
         f"{SCRIPTS[6]}: CONFLICT, marked in the file",
     ]
-    assert done.stdout.splitlines()[-1].split() == ["python", "tools/propagate.py", SCRIPTS[6]]
+    assert done.stdout.splitlines()[-1].split() == ["python", "dev/propagate.py", SCRIPTS[6]]
     texts = clone.texts()
     assert all(texts[script] == before[script] for script in SCRIPTS[7:])
     marked = texts[SCRIPTS[6]]
@@ -136,8 +136,8 @@ def test_on_the_way_down_it_stops_where_the_line_began(clone):
     lines = done.stdout.splitlines()
     assert lines[0] == f"{SCRIPTS[5]}: CONFLICT, marked in the file"
     assert [line.split()[1:] for line in lines[2:]] == [
-        ["tools/propagate.py", "--down", SCRIPTS[5]],
-        ["tools/propagate.py", SCRIPTS[6]],
+        ["dev/propagate.py", "--down", SCRIPTS[5]],
+        ["dev/propagate.py", SCRIPTS[6]],
     ]
     clone.git("restore", SCRIPTS[5])  # mended: it has no such line
     assert "nothing to carry" in clone.propagate("--down", SCRIPTS[5]).stdout
@@ -245,5 +245,5 @@ def test_a_file_stays_readable_for_those_who_could_read_it(tmp_path, monkeypatch
 def test_it_is_told_a_file_from_any_folder(clone):
     clone.edit("baseline.py", *SHARED)
     command = [sys.executable, "propagate.py", "../baseline.py"]
-    done = subprocess.run(command, cwd=clone.root / "tools", capture_output=True, text=True)
+    done = subprocess.run(command, cwd=clone.root / "dev", capture_output=True, text=True)
     assert done.stdout.splitlines() == says(SCRIPTS[1:], "carried")

@@ -331,7 +331,7 @@ def test_slurm_starts_a_torchrun_per_machine_and_queues_again_what_it_must_stop(
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
     environment |= {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
     calls = tmp_path / "calls"
-    with subprocess.Popen(["bash", ROOT / "tools" / "slurm.sbatch"], env=environment) as job:
+    with subprocess.Popen(["bash", ROOT / "pretrain" / "slurm.sbatch"], env=environment) as job:
         while "torchrun" not in (calls.read_text() if calls.exists() else ""):
             time.sleep(0.05)
         time.sleep(0.5)
@@ -345,7 +345,7 @@ def test_slurm_starts_a_torchrun_per_machine_and_queues_again_what_it_must_stop(
 
     (tmp_path / "quick").touch()  # a run that fails is not queued again
     calls.unlink()
-    assert subprocess.run(["bash", ROOT / "tools" / "slurm.sbatch"], env=environment).returncode == 3
+    assert subprocess.run(["bash", ROOT / "pretrain" / "slurm.sbatch"], env=environment).returncode == 3
     assert "requeue" not in calls.read_text()
 
 
@@ -373,7 +373,7 @@ def test_the_bandwidth_of_a_bus_does_not_depend_on_the_number_of_ranks(monkeypat
 
 @pytest.mark.slow
 def test_the_all_reduce_is_measured(run):
-    done = run("tools/allreduce.py", "--model", "nano", "--step-ms", 1000, torchrun=2)
+    done = run("measure/allreduce.py", "--model", "nano", "--step-ms", 1000, torchrun=2)
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
     found = re.fullmatch(
@@ -381,7 +381,7 @@ def test_the_all_reduce_is_measured(run):
     )
     assert float(found[2]) == pytest.approx(29.453312 / float(found[1]), rel=0.02, abs=0.006)
     assert [line.split(" GPUs: ")[0] for line in rest] == ["2", "4", "8"]
-    done = run("tools/allreduce.py")
+    done = run("measure/allreduce.py")
     assert done.returncode == 2 and "start it with torchrun" in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""The ceilings of this device, measured; no datasheet is asked.  python tools/roof.py --model gpt2 --batch-size 4
+"""The ceilings of this device, measured; no datasheet is asked.  python measure/roof.py --model gpt2 --batch-size 4
 
 Prints JSON: TFLOP/s of matrix products in each precision that the device multiplies in, at the shapes of GPT-2's own
 linear layers and at a large square; and the GB/s of a copy, bytes read and bytes written both counted. Each is a median
@@ -9,14 +9,18 @@ it runs at a higher clock than it can hold during training.
 
 import argparse
 import json
+import sys
 import time
 
 import torch
 import torch.nn.functional as F
 from gauge import find_gpu, gpu_id, reading
-from ladder import load
 from machine import usable
+from record import ROOT
 from torch.utils.benchmark import Timer
+
+sys.path.append(str(ROOT))
+from baseline import MODELS
 
 
 def flops_per_token(config, seq_len):
@@ -131,15 +135,14 @@ def measure(config, tokens, device):
 
 if __name__ == "__main__":
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    models = load("baseline.py").MODELS
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("--model", choices=models, default="gpt2", help="default gpt2")
+    parser.add_argument("--model", choices=MODELS, default="gpt2", help="default gpt2")
     parser.add_argument("--batch-size", type=int, default=4, help="B, default 4")
     parser.add_argument("--seq-len", type=int, default=1024, help="T, default 1024")
     parser.add_argument("--device", type=usable, default=accelerator, help=f"default {accelerator}")
     args = parser.parse_args()
     if args.batch_size < 1 or args.seq_len < 1:
         parser.error("--batch-size and --seq-len must be at least 1")
-    config = models[args.model]
+    config = MODELS[args.model]
     roof = {"flops_per_token": flops_per_token(config, args.seq_len)}
     print(json.dumps(roof | measure(config, args.batch_size * args.seq_len, args.device), indent=1))

@@ -1,8 +1,8 @@
 """What one would use instead of the ladder: transformers' GPT-2, in three training loops that a user would write.
 
-    python tools/peers.py plain      a loop as plain as it gets, float32
-    python tools/peers.py compiled   the same loop with bf16 and torch.compile
-    python tools/peers.py trainer    transformers.Trainer with bf16, torch.compile and fused AdamW
+    python measure/peers.py plain      a loop as plain as it gets, float32
+    python measure/peers.py compiled   the same loop with bf16 and torch.compile
+    python measure/peers.py trainer    transformers.Trainer with bf16, torch.compile and fused AdamW
 
 All do what speedup_10_fused_adamw.py does, so that only the implementation differs: its batches, its first weights (but
 for the rows that pad the vocabulary, which transformers does not have), its optimizer, clipping and schedule; no
@@ -17,15 +17,16 @@ import tempfile
 import time
 
 import torch
-from ladder import ROOT, load
 from machine import usable
+from record import ROOT
 from roof import precisions
 from torch import nn
 
+sys.path.append(str(ROOT))
+import speedup_10_fused_adamw as rung  # noqa: E402
+
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
-
-rung = load("speedup_10_fused_adamw.py")
 
 
 def build(name):

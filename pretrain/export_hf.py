@@ -1,4 +1,4 @@
-"""A checkpoint as a folder in Hugging Face format:  python tools/export_hf.py checkpoints my-gpt2
+"""A checkpoint as a folder in Hugging Face format:  python pretrain/export_hf.py checkpoints my-gpt2
 
 AutoModelForCausalLM.from_pretrained("my-gpt2") loads it, and so does --init-from my-gpt2 of every script here.
 """
@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 
 from checkpoint import load_model
-from ladder import ROOT
 
 TOKENIZER = {  # under the names that tiktoken looks for (tokenizer/README.md)
     "vocab.json": "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
@@ -43,7 +42,7 @@ def export(model, folder):
     logging.disable_progress_bar()
     to_hf(model).save_pretrained(folder)
     for name, file in TOKENIZER.items():
-        shutil.copyfile(ROOT / "tokenizer" / file, folder / name)
+        shutil.copyfile(Path(__file__).resolve().parents[1] / "tokenizer" / file, folder / name)
     AutoTokenizer.from_pretrained(folder, model_max_length=model.config.block_size).save_pretrained(folder)
 
 

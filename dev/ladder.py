@@ -1,13 +1,12 @@
-"""The ladder as ladder.toml lists it. Run as a program, it writes the README's table from it."""
+"""The ladder as ladder.toml lists it, and how many lines each script changes."""
 
-import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,11 +14,7 @@ PARTS = ("rung", "pretrain", "branch")  # the tables of ladder.toml
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 KINDS = ("", "speed", "memory", "quality", "scale")
 PLAIN_GIT = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # a diff is the same for all
-BEGIN, END = "<!-- the ladder, written by `make readme` from ladder.toml -->\n", "<!-- end of the ladder -->\n"
-HEAD = """
-| file | kind | idea | lines | why it helps | when it does not |
-| --- | --- | --- | --- | --- | --- |
-"""
+MARKS = re.compile("^(<<<<<<<|=======|>>>>>>>)( |$)", re.MULTILINE)  # of a conflict, as git leaves them
 
 
 @dataclass(frozen=True)
@@ -37,13 +32,21 @@ class Rung:
     why: str = ""
     when_not: str = ""
 
+    @property
+    def number(self):
+        """What people call it: 02 for speedup_02_tf32.py, ddp for ddp_run.py, fsdp for branches/fsdp_run.py."""
+        return Path(self.file).stem.removeprefix("speedup_").split("_")[0]
+
 
 def read_toml(name):
-    """The tables of a file of the project. Raises ValueError if it is no TOML."""
+    """The tables of a file of the project. Raises ValueError if it is not TOML."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib
+        try:
+            import tomli as tomllib
+        except ImportError:
+            raise ValueError("Python 3.10 reads TOML with tomli: pip install tomli") from None
 
     return tomllib.loads((ROOT / name).read_text(encoding="utf-8"))
 
@@ -74,57 +77,31 @@ def read_ladder():
     return rungs
 
 
-@cache
-def load(script):
-    """A script as a module."""
-    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
 def split(source):
     """A script as (its docstring, all that follows). The docstring is each file's own; a diff is of what follows."""
     head, mark, rest = source.partition('\n"""\n')
     return head + mark, rest
 
 
+def code_diff(before, after, *options, root=ROOT):
+    """What `git diff` prints of two scripts without their docstrings: lines are counted from the docstring's end.
+
+    Raises ValueError for a script with the marks of a conflict, which git would take for code.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for script in (before, after):
+            text = (root / script).read_bytes().decode()
+            if MARKS.search(text):
+                raise ValueError(f"{script} still has the marks of a conflict, from <<<<<<< to >>>>>>>")
+            path = Path(folder) / script
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(split(text)[1].encode())
+        command = ["git", "diff", "--no-index", *options, before, after]
+        return subprocess.run(command, cwd=folder, env=PLAIN_GIT, capture_output=True, encoding="utf-8").stdout
+
+
 def changed_lines(before, after, root=ROOT):
     """How many lines git counts as added and removed between two scripts, docstrings left out."""
-    with tempfile.TemporaryDirectory() as folder:
-        sides = [Path(folder) / side for side in ("before", "after")]
-        for side, script in zip(sides, (before, after), strict=True):
-            side.write_text(split((root / script).read_text(encoding="utf-8"))[1], encoding="utf-8")
-        command = ["git", "diff", "--no-index", "--numstat", *sides]
-        printed = subprocess.run(command, env=PLAIN_GIT, capture_output=True, text=True).stdout
+    printed = code_diff(before, after, "--numstat", root=root)
     added, removed = printed.split("\t")[:2] if printed else (0, 0)
     return int(added), int(removed)
-
-
-def table():
-    """The README's table, in Markdown."""
-    rows = []
-    for rung in read_ladder():
-        lines = ""
-        if rung.before:
-            added, removed = changed_lines(rung.before, rung.file)
-            lines = f"+{added} −{removed} in {', '.join(f'`{name}`' for name in rung.touches)}"
-        cells = f"[`{rung.file}`]({rung.file})", rung.kind, rung.idea, lines, rung.why, rung.when_not
-        rows.append(f"| {' | '.join(cells)} |\n")
-    return HEAD + "".join(rows) + "\n"
-
-
-def with_table(readme):
-    """The README's text with the table as it is now."""
-    start, end = readme.index(BEGIN) + len(BEGIN), readme.index(END)
-    return readme[:start] + table() + readme[end:]
-
-
-if __name__ == "__main__":
-    path = ROOT / "README.md"
-    try:
-        readme = with_table(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        sys.exit(f"ladder.py: error: {error}")
-    path.write_text(readme, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a measurement ran on, as JSON:  python tools/machine.py --device cuda
+"""What a measurement ran on, as JSON:  python measure/machine.py --device cuda
 
 A program of its own, because whoever asks a GPU for its name holds some of its memory until it ends.
 """

@@ -3,7 +3,7 @@
 Time and memory of forward, and of forward and backward, by sequence length, on any device. The scores that are written
 out grow with T * T; kernels of the FlashAttention kind (Dao et al. 2022) never have all of them at once.
 
-    python branches/attention_bench.py
+    python measure/attention.py
     git diff --no-index --word-diff speedup_05_compile.py speedup_06_flash_attn.py    the same change, in the model
 """
 

@@ -1,4 +1,4 @@
-"""On a CUDA GPU, the tools measure every peak, find the kernels of a step, and the peers do the task of rung 10."""
+"""On a CUDA GPU, `measure/` finds every peak and the kernels of a step, and the peers do the task of rung 10."""
 
 import json
 import os
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_every_peak_is_measured(run, measured):
-    done = run("tools/roof.py")
+    done = run("measure/roof.py")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [row for row in found["matmul"] if row["error"]] == []
@@ -23,7 +23,7 @@ def test_every_peak_is_measured(run, measured):
 
 @pytest.mark.parametrize("script", ["baseline.py", "speedup_06_flash_attn.py", "speedup_10_fused_adamw.py"])
 def test_the_kernels_fill_the_step(run, script, measured):
-    done = run("tools/kernels.py", ROOT / script, "--steps", 9)
+    done = run("measure/kernels.py", ROOT / script, "--steps", 9)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     groups = found["groups_ms"]
@@ -41,13 +41,13 @@ def rung_10(run):
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peer_does_the_task_of_rung_10(run, peer, rung_10, measured):
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # Trainer would take all that it sees
-    done = run("tools/peers.py", peer, "--steps", 5, CUDA_VISIBLE_DEVICES=first)
+    done = run("measure/peers.py", peer, "--steps", 5, CUDA_VISIBLE_DEVICES=first)
     assert (done.returncode, trouble(done.stderr)) == (0, []), done.stderr
     assert done.losses == pytest.approx(rung_10, abs=0.02)
     measured(f"losses {done.losses}, rung 10 {rung_10}; {done.stdout.splitlines()[-1]}")
 
 
 def test_the_bench_counts_the_memory_of_attention(run, measured):
-    done = run("branches/attention_bench.py", "--seq-lens", 512, 1024)
+    done = run("measure/attention.py", "--seq-lens", 512, 1024)
     assert done.returncode == 0 and "nan" not in done.stdout, done.stderr
     measured(done.stdout)

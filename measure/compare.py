@@ -1,4 +1,4 @@
-"""Two measurements side by side:  python tools/compare.py results/FOLDER results/FOLDER
+"""Two measurements side by side:  python measure/compare.py results/FOLDER results/FOLDER
 
 Prints, for each script that both have, its milliseconds per step (quartiles), how many times as fast the second is, and
 whether the two interquartile ranges touch: if they do, the difference may be noise.

@@ -1,4 +1,4 @@
-"""From measurements to the README's table and docs/img/*.svg:  python tools/render.py [FOLDER]   (make docs-figures)
+"""From measurements to the README's table and docs/img/*.svg:  python measure/render.py [FOLDER]   (make figures)
 
 Takes the named folders of results/, else the newest of each device and model, GPUs first. What it writes depends on
 nothing else, so a second run changes nothing.
@@ -12,13 +12,12 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from ladder import ROOT
 from matplotlib.figure import Figure
-from record import read, too_large
+from record import ROOT, read, too_large
 from rich.console import Console
 from rich.table import Table
 
-BEGIN, END = "<!-- measured, written by `make docs-figures` from results/ -->\n", "<!-- end of what was measured -->\n"
+BEGIN, END = "<!-- measured, written by `make figures` from results/ -->\n", "<!-- end of what was measured -->\n"
 RUNG, PEER, INK, PAPER = "#3b78c4", "#c8702a", "#1f2328", "#ffffff"
 DARK = {INK: "#e6edf3", PAPER: "#0d1117"}
 ALT = {
@@ -28,7 +27,7 @@ ALT = {
     "loss-steps": "Loss over steps",
     "loss-time": "Loss over time",
 }
-GROUPS = {  # of tools/kernels.py
+GROUPS = {  # of measure/kernels.py
     "matmul": "#3b78c4",
     "attention": "#2a9d8f",
     "softmax and loss": "#c8702a",

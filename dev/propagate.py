@@ -1,8 +1,8 @@
 """Carry an edit of one script into the scripts that stand on it.
 
-    python tools/propagate.py speedup_03_bf16.py            into every later file
-    python tools/propagate.py --down speedup_03_bf16.py     into the earlier files as well
-    python tools/propagate.py --check speedup_03_bf16.py    only say which files lag behind
+    python dev/propagate.py speedup_03_bf16.py            into every later file
+    python dev/propagate.py --down speedup_03_bf16.py     into the earlier files as well
+    python dev/propagate.py --check speedup_03_bf16.py    only say which files lag behind
 
 The edit is what the file has now and had not at HEAD; of a new file, what the one before it has not. It goes from
 neighbour to neighbour by three-way merge, so each file keeps its idea. Docstrings are each file's own: they stay.
@@ -11,16 +11,13 @@ Status 0; 1 where a file lags behind or has a conflict; 2 for an error.
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from ladder import ROOT, read_ladder, split
-
-MARKS = re.compile("^(<<<<<<<|=======|>>>>>>>)( |$)", re.MULTILINE)
+from ladder import MARKS, ROOT, read_ladder, split
 
 
 def git(*command):
@@ -154,9 +151,9 @@ def main():
         if todo == "mark":
             down = "--down " if before[source] == target else ""
             print(f"Mend {target} from <<<<<<< to >>>>>>>, then go on with:")
-            print(f"    python tools/propagate.py {down}{target}")
+            print(f"    python dev/propagate.py {down}{target}")
             if down:
-                print(f"    python tools/propagate.py {file}")
+                print(f"    python dev/propagate.py {file}")
             sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a script's step goes, by kind of kernel:  python tools/kernels.py speedup_05_compile.py --steps 10
+"""Where the time of a step goes, by kind of kernel:  python measure/kernels.py speedup_05_compile.py --steps 10
 
 Runs the script as it is under torch.profiler, looks at 3 steady steps, and prints JSON in a line after its own:
 milliseconds per step, the attention kernel that ran, and the peak of the memory that PyTorch reserved. On a GPU the

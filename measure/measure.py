@@ -1,4 +1,4 @@
-"""The whole ladder, measured on this machine:  python tools/measure.py   (make ladder)
+"""The whole ladder, measured on this machine:  python measure/measure.py   (make ladder)
 
 Runs each script as a user does, in a process of its own, all with the same B, T and model, and reads the lines that it
 prints. Writes results/<device>-<date>/ladder.json, the table as summary.txt, and plots. --repeat R goes over the ladder
@@ -32,8 +32,11 @@ from pathlib import Path
 import gauge
 import record
 import render
-from ladder import ROOT, read_ladder
+from record import ROOT
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+sys.path.append(str(ROOT / "dev"))
+from ladder import read_ladder
 
 # Set by some containers and by nobody who reads the table: they would change what a script computes in, or keep its
 # compiled kernels where measure.py does not know of them.
@@ -77,8 +80,8 @@ def rows(peers=False, branches=False, only=()):
         ("transformers, bf16, compiled", "compiled", "bf16"),
         ("transformers.Trainer", "trainer", "bf16"),
     ):
-        found.append(Row(name, ("tools/peers.py", peer), precision, TEN, "peer"))
-    short = {re.search(r"(?:speedup_)?([^_/.]+)[^/]*$", row.name)[1]: row.name for row in found if row.kind != "peer"}
+        found.append(Row(name, ("measure/peers.py", peer), precision, TEN, "peer"))
+    short = {rung.number: rung.file for rung in ladder}
     if unknown := set(only) - set(short):
         raise ValueError(f"--only {min(unknown)}: it is one of {', '.join(short)}")
     wanted = {row.name for row in found if not only and row.kind == "rung" or branches and row.kind == "branch"}
@@ -308,7 +311,7 @@ class Measurement:
 
     def profile(self, row):
         words = command(row, self.settings, steps=PROFILED_STEPS)
-        text, errors, status = execute(["tools/kernels.py", *words], self.cache(row))
+        text, errors, status = execute(["measure/kernels.py", *words], self.cache(row))
         error = record.parse(text, errors, status, PROFILED_STEPS)["error"]
         found = dict.fromkeys(("groups_ms", "attention", "reserved_gib"))
         if not error:  # a library may print something after it
@@ -352,10 +355,10 @@ class Measurement:
         self.next("largest batch", row, fit["error"] or found)
 
 
-def ask(tool, *words):
-    """What a tool of the project prints as JSON. Raises ValueError if it refuses its arguments, else RuntimeError."""
+def ask(program, *words):
+    """What a program of this folder prints as JSON. Raises ValueError if it refuses its options, else RuntimeError."""
     with tempfile.TemporaryDirectory() as cache:
-        text, errors, status = execute([f"tools/{tool}", *words], cache)
+        text, errors, status = execute([f"measure/{program}", *words], cache)
     if status:
         why = record.parse(text, errors, status)["error"].rpartition(": error: ")[2]
         raise ValueError(why) if status == 2 else RuntimeError(why)
@@ -435,7 +438,7 @@ def arguments():
         parser.error("--batch-size, --seq-len, --steps and --repeat must be at least 1")
     if args.budget is not None and args.budget <= 0:
         parser.error("--budget must be more than 0")
-    return parser, args, shlex.join(["python", "tools/measure.py", *how.parse_known_args()[1]])
+    return parser, args, shlex.join(["python", "measure/measure.py", *how.parse_known_args()[1]])
 
 
 def look(args):

@@ -1,6 +1,6 @@
 """What the gradients cost on the way: the all-reduce of a model's gradients, measured between the ranks that run this.
 
-    torchrun --standalone --nproc_per_node=2 tools/allreduce.py --model gpt2 --step-ms 2900
+    torchrun --standalone --nproc_per_node=2 measure/allreduce.py --model gpt2 --step-ms 2900
 
 prints the time of it, the bus bandwidth, and, given what one GPU takes for a whole step (of all tokens, one process),
 the speed-up that follows for 2, 4 and 8 such GPUs on a link like this. In a ring each rank sends and receives
@@ -16,7 +16,10 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-from ladder import load
+from record import ROOT
+
+sys.path.append(str(ROOT))
+from ddp_run import GPT, MODELS
 
 BUCKET = 25 * 2**20  # bytes that DDP sends at a time
 
@@ -28,20 +31,19 @@ def speed_up(ranks, step_ms, gradient_bytes, bus_gb_s):
 
 
 def main():
-    script = load("ddp_run.py")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=script.MODELS, default="gpt2")
+    parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--step-ms", type=float, help="of a step of one process, all tokens, as ddp_run.py prints it")
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun: torchrun --standalone --nproc_per_node=2 tools/allreduce.py")
+        parser.error("start it with torchrun: torchrun --standalone --nproc_per_node=2 measure/allreduce.py")
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with torch.device("meta"):
-        size = 4 * sum(p.numel() for p in script.GPT(script.MODELS[args.model]).parameters())
+        size = 4 * sum(p.numel() for p in GPT(MODELS[args.model]).parameters())
     buckets = [torch.ones(min(BUCKET, size - at) // 4, device=args.device) for at in range(0, size, BUCKET)]
     synchronize = torch.cuda.synchronize if args.device == "cuda" else torch.cpu.synchronize
     times = []

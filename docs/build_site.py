@@ -1,4 +1,4 @@
-"""The site, from the scripts, ladder.toml, results/ and docs/:  python tools/docs.py   (make docs)
+"""Build the site from the scripts, ladder.toml, results/ and docs/:  python docs/build_site.py   (make docs)
 
 docs/pages/ is what is written by hand: Markdown, in which {{ ... }} stands for what this file makes (Jinja). How that
 looks is in docs/parts/. Zensical makes pages of it in docs/site/, which opens from a folder on disk or a server.
@@ -19,16 +19,21 @@ from pathlib import Path
 
 import jinja2
 import numpy as np
-import record
-import render
 import unidiff
-from ladder import PLAIN_GIT, ROOT, changed_lines, read_ladder, read_toml, split
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
-from measure import TEN
 from pygments import lex
 from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "dev"), str(ROOT / "measure")]
+import plot  # noqa: E402
+import record  # noqa: E402
+import render  # noqa: E402
+from ladder import PLAIN_GIT, changed_lines, read_ladder, read_toml, split  # noqa: E402
+
+from measure import TEN  # noqa: E402
 
 DOCS, SITE = ROOT / "docs", ROOT / "docs" / "site"
 LATER = "<div>The diff of two scripts</div>"  # stands for the diff until Zensical, which would parse it, is done
@@ -235,14 +240,13 @@ class Site:
         several = re.search(r"^ +(torchrun .*?)(?:  .*)?$", docstring, re.MULTILINE)
         lines = ["source .venv/bin/activate  # made by make run", several[1] if several else f"python {rung.file}"]
         if rung.before:
-            number = re.search(r"(?:speedup_)?([^_/.]+)[^/]*$", rung.file)[1]
-            lines.append(f"make diff-{number}")
+            lines.append(f"make diff-{rung.number}")
         return "```bash\n" + "\n".join(lines) + "\n```"
 
     def mistakes(self, kind):
-        """The mistakes of a kind, from tools/mistakes.toml, each with the diff that plants it."""
+        """The mistakes of a kind, from dev/mistakes.toml, each with the diff that plants it."""
         parts = []
-        for mistake in read_toml("tools/mistakes.toml")[kind]:
+        for mistake in read_toml("dev/mistakes.toml")[kind]:
             name, harm, file = mistake["name"], mistake["harm"], mistake["file"]
             right = wrong = self.source(file)
             for old, new in mistake["edits"]:
@@ -397,6 +401,19 @@ class Site:
         text = re.sub(r'<g id="[^"]*"', "<g", text)  # a page has several figures
         return Markup(re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2))
 
+    def run(self, name):
+        """A run of pretrain/train.py in results/: machine, losses as a plot and a table, samples."""
+        folder = ROOT / "results" / name
+        machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
+        rows = plot.read(folder / "log.jsonl")
+        evaluations = [row for row in rows if "val_loss" in row]
+        steps, losses = plot.curve(rows, "loss")
+        for before, row in zip(evaluations, evaluations[1:], strict=False):
+            row["mean_loss"] = losses[(steps >= before["step"]) & (steps < row["step"])].mean()
+        best = min(evaluations, key=lambda row: row["val_loss"])
+        picture = self.inline(plot.draw({"this run": rows}, paper="none"), name)
+        return self.part("run", machine=machine, evaluations=evaluations, best=best, picture=picture)
+
     def log(self):
         """The first and last lines that baseline.py printed in one of the results."""
         row, settings = self.row(self.logged, "baseline.py"), self.results[self.logged]["settings"]
@@ -440,15 +457,18 @@ def search_from_disk(site):
 def build(target=SITE):
     """Make the site. Raises ValueError, and leaves the one that was there, if it cannot be made."""
     with tempfile.TemporaryDirectory() as folder:
+        print("1/3  filling in the pages", flush=True)
         folder = Path(folder)
         site = Site()
         site.write(folder)
         if not (zensical := shutil.which("zensical", path=Path(sys.executable).parent)):
             raise ValueError("Zensical is not installed: it takes Python 3.11 or later")
+        print("2/3  Zensical turns them into HTML; this takes longest", flush=True)
         done = subprocess.run([zensical, "build", "--strict"], cwd=folder, capture_output=True, encoding="utf-8")
         if done.returncode or not (folder / "site" / "index.html").exists():
             said = re.sub(r"\x1b\[[\d;]*m", "", done.stderr).partition("Traceback")[0]
             raise ValueError(f"zensical: {said or done.stderr}")
+        print("3/3  writing the diff of every two scripts", flush=True)
         for before, after in combinations([rung.file for rung in site.rungs], 2):
             path = folder / "site" / pair_page(before, after)
             text = path.read_text(encoding="utf-8").replace(LATER, site.diff(before, after))
@@ -464,5 +484,5 @@ if __name__ == "__main__":
     try:
         build()
     except (OSError, ValueError, jinja2.TemplateError, subprocess.SubprocessError) as error:
-        sys.exit(f"docs.py: error: {' '.join(str(error).split())}")
+        sys.exit(f"build_site.py: error: {' '.join(str(error).split())}")
     print(f"{SITE.relative_to(ROOT)}/index.html: open it in a browser")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import jsonschema
 import numpy as np
-from ladder import ROOT
+
+ROOT = Path(__file__).resolve().parents[1]
 
 STEP = re.compile(r"^step +(\d+) \| loss (\d+\.\d+) \|.* dt +(\d+\.\d+) ms \| +[\d,]+ tok/s\b", re.MULTILINE)
 MEMORY = re.compile(r"^median of steps .* peak memory (\d+\.\d+) GiB$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Text from a model, printed token by token:  python tools/sample.py checkpoints --prompt "ROMEO:" --samples 3
+"""Text from a model, printed token by token:  python pretrain/sample.py checkpoints --prompt "ROMEO:" --samples 3
 
 The model is a checkpoint, a folder of them, or GPT-2's weights by name (gpt2) or as a folder. Several samples are made
 at the same time; the first is printed as it comes, the others after it.
@@ -9,12 +9,12 @@ import codecs
 import os
 import signal
 import sys
+from pathlib import Path
 
 import tiktoken
 import torch
 import torch.nn.functional as F
 from checkpoint import load_model
-from ladder import ROOT
 
 
 def attention(attn, x, cache, start):
@@ -97,7 +97,7 @@ def main():
     if not (args.temperature >= 0 and 0 < args.top_p <= 1):
         parser.error("--temperature must be at least 0, --top-p above 0 and at most 1")
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(ROOT / "tokenizer"))
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parents[1] / "tokenizer"))
     encoding = tiktoken.get_encoding("gpt2")
     prompt = encoding.encode_ordinary(args.prompt) or [encoding.eot_token]
     try:

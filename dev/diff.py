@@ -1,0 +1,52 @@
+"""Show what a script changes in the one before it:  python dev/diff.py 02   (make diff-02)
+
+Prints the docstring of speedup_02_tf32.py, then git's diff of all below the docstrings. On a terminal it is in colour,
+by words unless the idea replaces several lines at once; in a file or a pipe it is a plain diff of lines.
+"""
+
+import argparse
+import os
+import re
+import sys
+
+from ladder import ROOT, code_diff, read_ladder, split
+
+
+def show(rung):
+    """The docstring of a rung and its diff, with the line numbers of the files. Raises OSError, ValueError."""
+    sources = [(ROOT / file).read_text(encoding="utf-8") for file in (rung.before, rung.file)]
+    docstrings = [split(source)[0] for source in sources]
+    options = ["--color=never"]
+    if sys.stdout.isatty():
+        removed = re.findall(r"^@@ -\d+,(\d+)", code_diff(rung.before, rung.file, "-U0"), re.MULTILINE)
+        several = any(int(lines) > 1 for lines in removed)  # lines that one idea replaces: their words are not compared
+        options = ["--color=always"] if several else ["--word-diff=color"]
+    diff = code_diff(rung.before, rung.file, *options)
+
+    def in_the_file(hunk):
+        old, new = (int(hunk[side]) + docstring.count("\n") for side, docstring in zip((1, 3), docstrings, strict=True))
+        return f"@@ -{old}{hunk[2]} +{new}{hunk[4]} @@"
+
+    return docstrings[1] + re.sub(r"@@ -(\d+)(\S*) \+(\d+)(\S*) @@", in_the_file, diff)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("rung", help="01, 02 ... 10, ddp, long, train, fsdp or fp16")
+    name = parser.parse_args().rung
+    try:
+        rungs = {rung.number: rung for rung in read_ladder() if rung.before}
+        if name not in rungs:
+            raise ValueError(f"there is no rung {name}, only {', '.join(rungs)}")
+        text = show(rungs[name])
+    except (OSError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
+    sys.stdout.reconfigure(encoding="utf-8")
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # the reader, `head` say, has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()
