@@ -13,7 +13,7 @@ help:
 	@echo 'make test-all    every test, as CI does'
 	@echo 'make propagate   carry an edit into the scripts that stand on a file; ARGS=baseline.py'
 	@echo 'make readme      write the table of rungs in README.md, from ladder.toml'
-	@echo 'make figures     write what was measured into README.md and docs/img/; ARGS=results/ONE'
+	@echo 'make figures     write what was measured into README.md and docs/img/; ARGS=results/FOLDER'
 
 run: .venv/run
 	.venv/bin/python speedup_10_fused_adamw.py $(ARGS)

@@ -20,9 +20,10 @@ PROGRAMS = "make python pip torchrun git source tensorboard ghp-import apt nvidi
 NOT_RUN = {
     "it is part of a sentence, not a whole command": [
         "git diff",
+        "git grep",
         "git restore",
         "torchrun --standalone --nproc_per_node=8",
-        "make figures ARGS=results/ONE",  # test_measure.py draws from named folders
+        "make figures ARGS=results/FOLDER",  # test_measure.py draws from named folders
         'make compare ARGS="results/ONE results/OTHER"',
         "make compare",
         "make plot",
@@ -44,6 +45,7 @@ NOT_RUN = {
         "make test-all",
         "make test ARGS=tests/test_ladder.py",
         "make test ARGS=tests/test_model.py",
+        'make test ARGS="tests/test_mistakes.py -k words_of_its_name"',
         'make test ARGS="-n 0 -m gpu"',
         "python -m pytest tests/test_model.py -v",
         "python tests/kills.py 50",  # test_ranks.py runs it with 3
@@ -114,7 +116,7 @@ BEFORE = {
     r"shards \*\.parquet": PARQUET.format("a.parquet"),
     r"10BT/\*\.parquet": f"mkdir 10BT; {PARQUET.format('10BT/a.parquet')}",
     r"log-file \$folder": "folder=runs/nano; mkdir -p $folder",
-    r"\$folder$|\$folder/machine|\$folder/log\.jsonl$": FOLDER,
+    r"\$folder$|\$folder/machine|plot\.py \$folder": FOLDER,
     r"runs/a\.jsonl": """mkdir runs; for run in a b; do echo '{"step": 0, "loss": 9.0}' > runs/$run.jsonl; done""",
     r"reset --soft": "git -c user.name=Test -c user.email=test@localhost commit -q --allow-empty -m more",
     r"propagate\.py .*speedup_11_my_idea|make diff-11": "cp speedup_10_fused_adamw.py speedup_11_my_idea.py\n"
