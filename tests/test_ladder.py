@@ -296,7 +296,7 @@ def test_the_ladder_has_the_twelve_files_that_people_type():
     ideas = "weight_tying tf32 bf16 residual_init compile flash_attn vocab_pad adamw_clip cosine_lr fused_adamw".split()
     rungs = [f"speedup_{number:02d}_{idea}.py" for number, idea in enumerate(ideas, start=1)]
     ladder = ["baseline.py", *rungs, "ddp_run.py"]
-    assert SCRIPTS[: len(ladder)] == ladder
+    assert [script for script in SCRIPTS if script in ladder] == ladder  # others may stand between them
     files = [path.relative_to(ROOT).as_posix() for folder in (".", "branches") for path in ROOT.glob(f"{folder}/*.py")]
     assert set(files) == set(SCRIPTS) - {LONG}
 
