@@ -19,7 +19,6 @@ import numpy as np
 import tiktoken
 import torch
 import torch.nn.functional as F
-from checkpoint import load_model
 from fineweb import DataError
 
 
@@ -100,6 +99,8 @@ def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
 
 
 def main():
+    from checkpoint import load_model  # train.py does without
+
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("model", help="a checkpoint, a folder of them, or GPT-2 weights in Hugging Face format")
