@@ -45,7 +45,7 @@ NOT_RUN = {
         "make test-all",
         "make test ARGS=tests/test_ladder.py",
         "make test ARGS=tests/test_model.py",
-        'make test ARGS="tests/test_mistakes.py -k words_of_its_name"',
+        'make test ARGS="tests/test_mistakes.py -k WORD"',
         'make test ARGS="-n 0 -m gpu"',
         "python -m pytest tests/test_model.py -v",
         "python tests/kills.py 50",  # test_ranks.py runs it with 3
