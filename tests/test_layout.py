@@ -131,9 +131,9 @@ def texts(tracked):
     """(file, text) of all that people read, but not what programs wrote or measured."""
     for name in tracked:
         if name != "tests/test_layout.py" and name.endswith(
-            (".py", ".md", ".toml", ".sbatch", ".html", ".css", ".js", ".yml", "Makefile")
+            (".py", ".schema.json", ".md", ".toml", ".sbatch", ".html", ".css", ".js", ".yml", "Makefile")
         ):
-            if not name.startswith("results/"):
+            if not re.match("results/.*/", name):
                 text = (ROOT / name).read_text(encoding="utf-8")
                 yield name, re.sub(r"<!-- measured, .*?<!-- end of", "", text, flags=re.DOTALL)
 
