@@ -5,7 +5,8 @@
     python dev/propagate.py --check speedup_03_bf16.py    only say which files lag behind
 
 The edit is what the file has now and had not at HEAD; of a new file, what the one before it has not. It goes from
-neighbour to neighbour by three-way merge, so each file keeps its idea. Docstrings are each file's own: they stay.
+neighbour to neighbour by three-way merge, so each file keeps its idea. A file with a conflict holds up
+those that stand on it and no others. Docstrings are each file's own: they stay.
 Status 0; 1 where a file lags behind or has a conflict; 2 for an error.
 """
 
@@ -140,21 +141,21 @@ def main():
     if own := [target for _, target, todo, _ in steps if todo == "refuse"]:
         hint = "if they are an edit carried before, git restore it and the files above it"
         parser.error(f"{own[0]} has uncommitted changes of its own ({hint})")
-    says = dict(nothing="had it", carry="carried", mark="CONFLICT, marked in the file")
-    for source, target, todo, text in steps:
+    says = dict(nothing="had it", carry="carried", mark="CONFLICT, marked in the file", wait="waits for a conflict")
+    for _, target, todo, text in steps:
         try:
-            if todo != "nothing":
+            if todo in ("carry", "mark"):
                 write(target, text)
         except OSError as error:
             parser.error(f"{target} could not be written, the files listed above were: {error}")
         print(f"{target}: {says[todo]}")
+    waits = {source for source, _, todo, _ in steps if todo == "wait"}
+    for source, target, todo, _ in steps:
         if todo == "mark":
-            down = "--down " if before[source] == target else ""
-            print(f"Mend {target} from <<<<<<< to >>>>>>>, then go on with:")
-            print(f"    python dev/propagate.py {down}{target}")
-            if down:
-                print(f"    python dev/propagate.py {file}")
-            sys.exit(1)
+            print(f"Mend {target} from <<<<<<< to >>>>>>>{', then go on with:' if target in waits else ''}")
+            if target in waits:
+                print(f"    python dev/propagate.py {'--down ' if before[source] == target else ''}{target}")
+    sys.exit(any(todo == "mark" for _, _, todo, _ in steps))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import sys
 
 import propagate
 import pytest
-from conftest import RUNGS, commit_all, copy_project, since
+from conftest import RUNGS, TRAIN, commit_all, copy_project, since
 
 SCRIPTS = list(RUNGS)
 SHARED = "# token embeddings\n", "# one row for each token of the vocabulary\n"  # a line that all scripts have
@@ -90,7 +90,7 @@ def test_check_says_who_lags_behind_and_changes_nothing(clone):
     assert clone.propagate("--check", "speedup_08_adamw_clip.py").returncode == 0
 
 
-def test_it_stops_at_a_conflict_and_goes_on_from_there(clone):
+def test_what_stands_on_a_conflict_waits_and_goes_on_from_there(clone):
     before = clone.texts()
     clone.edit("baseline.py", *GONE)
     clone.edit("baseline.py", *SHARED)
@@ -98,13 +98,17 @@ def test_it_stops_at_a_conflict_and_goes_on_from_there(clone):
     assert check[5:7] == [f"{SCRIPTS[6]}: lags behind, and will conflict", f"{SCRIPTS[7]}: lags behind"]
     done = clone.propagate("baseline.py")
     assert done.returncode == 1
-    assert done.stdout.splitlines()[:6] == [
+    *waiting, fp16 = SCRIPTS[7:]  # which stands on rung 03
+    assert done.stdout.splitlines()[:-2] == [
         *says(SCRIPTS[1:6], "carried"),
         f"{SCRIPTS[6]}: CONFLICT, marked in the file",
+        *says(waiting, "waits for a conflict"),
+        f"{fp16}: carried",
     ]
     assert done.stdout.splitlines()[-1].split() == ["python", "dev/propagate.py", SCRIPTS[6]]
     texts = clone.texts()
-    assert all(texts[script] == before[script] for script in SCRIPTS[7:])
+    assert all(texts[script] == before[script] for script in waiting)
+    assert SHARED[1] in texts[fp16]
     marked = texts[SCRIPTS[6]]
     assert marked.count("<<<<<<< ") == marked.count(">>>>>>> ") == 1
     assert "scaled_dot_product_attention" in marked and GONE[1] in marked and SHARED[1] in marked
@@ -128,20 +132,31 @@ def test_it_stops_at_a_conflict_and_goes_on_from_there(clone):
     assert clone.propagate("--check", SCRIPTS[6]).returncode == 0
 
 
+def test_a_file_that_keeps_its_own_line_holds_up_nobody(clone):
+    """pretrain/train.py has its own number of steps; the branches come after it."""
+    before, steps = clone.texts(), ('default=50, help="default 50"', 'default=60, help="default 60"')
+    clone.edit("baseline.py", *steps)
+    done = clone.propagate("baseline.py")
+    assert done.returncode == 1 and "waits" not in done.stdout
+    assert done.stdout.splitlines()[-1] == f"Mend {TRAIN} from <<<<<<< to >>>>>>>"
+    clone.git("restore", TRAIN)
+    assert clone.texts() == {script: text.replace(*steps) for script, text in before.items()}
+
+
 def test_on_the_way_down_it_stops_where_the_line_began(clone):
     before = clone.texts()
     clone.edit(SCRIPTS[6], "is_causal=True)  #", "is_causal=True, scale=None)  #")
     done = clone.propagate("--down", SCRIPTS[6])
     assert done.returncode == 1
     lines = done.stdout.splitlines()
+    *later, fp16 = SCRIPTS[7:]
     assert lines[0] == f"{SCRIPTS[5]}: CONFLICT, marked in the file"
-    assert [line.split()[1:] for line in lines[2:]] == [
-        ["dev/propagate.py", "--down", SCRIPTS[5]],
-        ["dev/propagate.py", SCRIPTS[6]],
-    ]
+    waiting = says([*SCRIPTS[4::-1], fp16], "waits for a conflict")
+    assert sorted(lines[1:-2]) == sorted([*waiting, *says(later, "carried")])
+    assert lines[-1].split() == ["python", "dev/propagate.py", "--down", SCRIPTS[5]]
     clone.git("restore", SCRIPTS[5])  # mended: it has no such line
     assert "nothing to carry" in clone.propagate("--down", SCRIPTS[5]).stdout
-    assert clone.propagate(SCRIPTS[6]).stdout.splitlines() == says(above(6), "carried")
+    assert clone.propagate(SCRIPTS[6]).stdout.splitlines() == says(above(6), "had it")
     assert all(clone.texts()[script] == before[script] for script in SCRIPTS[:6])
 
 
