@@ -250,6 +250,8 @@ class Site:
             name, harm, file = mistake["name"], mistake["harm"], mistake["file"]
             right = wrong = self.source(file)
             for old, new in mistake["edits"]:
+                if wrong.count(old) != 1:
+                    raise ValueError(f"dev/mistakes.toml: {name}: {file} has not got its lines once")
                 wrong = wrong.replace(old, new)
             diff = list(difflib.unified_diff(right.splitlines(), wrong.splitlines(), n=0, lineterm=""))[2:]
             name = name if "_" in name.split()[0] else name[0].upper() + name[1:]

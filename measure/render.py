@@ -295,14 +295,14 @@ def no_gpu(measured):
 def section(folders):
     """The README's part on what was measured: the first in full, links to the others. Writes its figures."""
     measured = {folder.name: read(folder / "ladder.json") for folder in folders}
-    for name in ALT:
-        for stale in (ROOT / "docs" / "img").glob(f"*-{name}.svg"):
-            stale.unlink()
     (name, data), *others = measured.items()
     where, *how = conditions(data)
     parts = [no_gpu(measured.values()), f"**{where}**", " ".join(how)]
     parts += [markdown(table) for table in (cells(data), batch_cells(data)) if table]
     made = draw(data, ROOT / "docs" / "img", f"{name}-")
+    for stale in (path for figure in ALT for path in (ROOT / "docs" / "img").glob(f"*-{figure}.svg")):
+        if stale.name not in [f"{name}-{figure}.svg" for figure in made]:
+            stale.unlink()
     parts += [f"![{ALT[figure]}](docs/img/{name}-{figure}.svg)" for figure in made if figure in ("tokens", "kernels")]
     links = [f"[{ALT[f].lower()}](docs/img/{name}-{f}.svg)" for f in made if f not in ("tokens", "kernels")]
     parts.append(f"More: {', '.join(links)}, [all that was measured](results/{name}/ladder.json).")
@@ -325,8 +325,10 @@ def main():
         text = readme.read_text(encoding="utf-8")
         start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
         readme.write_text(text[:start] + section(folders) + text[end:], encoding="utf-8")
-        for folder in folders:
-            print(summary(read(folder / "ladder.json")))
+        for folder in folders:  # the README links to their tables
+            text = summary(read(folder / "ladder.json"))
+            (folder / "summary.txt").write_text(text, encoding="utf-8")
+            print(text)
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
 

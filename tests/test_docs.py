@@ -27,8 +27,7 @@ SCRIPTS = list(RUNGS)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAIRS = [(before, after) for i, after in enumerate(SCRIPTS) for before in SCRIPTS[:i]]
 RUNG_PAGES = [docs.page(script) for script in SCRIPTS]
-SIDE_PAGES = ["index.html", "compare.html", "where.html", "log.html", "mistakes.html", "measuring.html", "checked.html"]
-SIDE_PAGES += ["pretrain.html"]
+SIDE_PAGES = [f"{name}.html" for name in "index compare pretrain where log mistakes measuring checked".split()]
 PAGES = [*SIDE_PAGES, *RUNG_PAGES, *(docs.pair_page(*pair) for pair in PAIRS)]
 SHOWN = [*SIDE_PAGES, *RUNG_PAGES, docs.pair_page(SCRIPTS[0], SCRIPTS[10]), docs.pair_page(SCRIPTS[0], SCRIPTS[12])]
 NEAR = [pair if RUNGS[pair[1]].before == pair[0] else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]
@@ -405,13 +404,17 @@ def test_a_mistake_in_a_page_is_one_line_and_leaves_the_site_that_was_there(tmp_
     root = copy_project(tmp_path / "ladder")
     (root / "docs" / "site").mkdir()
     (root / "docs" / "site" / "index.html").write_text("the last one")
+    mistakes = (root / "dev" / "mistakes.toml").read_text(encoding="utf-8")
+    stale = mistakes.replace("edits = [['self.transformer.wte.weight = ", "edits = [['not.there = ", 1)
     page = root / "docs" / "pages" / "rungs" / "baseline.md"
     text = page.read_text(encoding="utf-8")
     for wrong, error in (
+        (text, "has not got its lines once"),
         (f"{text}\n{{{{ site.nothing }}}}", "nothing"),
         (f"{text}\n[a link](nowhere.md)", "nowhere"),
         (None, "baseline.md is missing"),
     ):
+        (root / "dev" / "mistakes.toml").write_text(stale if wrong is text else mistakes, encoding="utf-8")
         page.unlink() if wrong is None else page.write_text(wrong, encoding="utf-8")
         done = subprocess.run([docs.sys.executable, "docs/build_site.py"], cwd=root, capture_output=True, text=True)
         assert done.returncode == 1 and len(done.stdout.splitlines()) < 4

@@ -988,16 +988,30 @@ def test_the_readme_and_its_figures_are_those_of_the_results(tmp_path):
     (copy / "docs" / "img").mkdir(parents=True)
     (copy / "docs" / "img" / "a-users-own.svg").touch()
     (copy / "docs" / "img" / "an-older-one-tokens.svg").touch()
+    for folder in shown:
+        (copy / folder / "summary.txt").unlink()
     words = [sys.executable, "measure/render.py", *shown]
     done = subprocess.run(words, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (copy / "README.md").read_text(encoding="utf-8")[start:end] == readme[start:end]
+    for folder in shown:
+        assert (copy / folder / "summary.txt").read_bytes() == (ROOT / folder / "summary.txt").read_bytes()
     assert (copy / "docs" / "img" / "a-users-own.svg").exists()
     (copy / "docs" / "img" / "a-users-own.svg").unlink()
     drawn = {ROOT / path.relative_to(copy): path.read_bytes() for path in (copy / "docs" / "img").iterdir()}
     assert sorted(drawn) == sorted(kept)
     if sys.version_info >= (3, 11):  # before it another matplotlib draws
         assert drawn == kept
+
+
+def test_an_error_in_the_table_leaves_the_figures(monkeypatch, tmp_path):
+    copy = copy_project(tmp_path / "project")
+    monkeypatch.setattr(render, "ROOT", copy)
+    monkeypatch.setattr(render, "cells", lambda data: data["no such column"])
+    figures = sorted((copy / "docs" / "img").iterdir())
+    with pytest.raises(KeyError):
+        render.section(render.newest())
+    assert figures == sorted((copy / "docs" / "img").iterdir()) != []
 
 
 def test_render_refuses_what_is_no_measurement(tmp_path):
