@@ -117,6 +117,7 @@ BEFORE = {
     r"10BT/\*\.parquet": f"mkdir 10BT; {PARQUET.format('10BT/a.parquet')}",
     r"log-file \$folder": "folder=runs/nano; mkdir -p $folder",
     r"\$folder$|\$folder/machine|plot\.py \$folder": FOLDER,
+    r"plot ARGS=log": """echo '{"step": 0, "loss": 9.0}' > log.jsonl""",
     r"runs/a\.jsonl": """mkdir runs; for run in a b; do echo '{"step": 0, "loss": 9.0}' > runs/$run.jsonl; done""",
     r"reset --soft": "git -c user.name=Test -c user.email=test@localhost commit -q --allow-empty -m more",
     r"propagate\.py .*speedup_11_my_idea|make diff-11": "cp speedup_10_fused_adamw.py speedup_11_my_idea.py\n"
