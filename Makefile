@@ -9,11 +9,11 @@ help:
 	@echo 'make ladder      measure the scripts on this machine; ARGS="--profile --budget 30"'
 	@echo 'make compare     two measurements side by side; ARGS="results/ONE results/OTHER"'
 	@echo 'make plot        the losses of runs, from their logs; ARGS="runs/a.jsonl runs/b.jsonl"'
-	@echo 'make test        lint and the tests that take minutes at most: before every commit'
+	@echo 'make test        lint and most tests, 5 to 9 minutes: before every commit'
 	@echo 'make test-all    every test, as CI does'
 	@echo 'make propagate   carry an edit into the scripts that stand on a file; ARGS=baseline.py'
 	@echo 'make readme      write the table of rungs in README.md, from ladder.toml'
-	@echo 'make figures     write what was measured into README.md and docs/img/; ARGS=results/FOLDER'
+	@echo 'make figures     write results into README.md and docs/img/: the newest, or ARGS=results/FOLDER'
 
 run: .venv/run
 	.venv/bin/python speedup_10_fused_adamw.py $(ARGS)

@@ -4,9 +4,9 @@
     python dev/propagate.py --down speedup_03_bf16.py     into the earlier files as well
     python dev/propagate.py --check speedup_03_bf16.py    only say which files lag behind
 
-The edit is what the file has now and had not at HEAD; of a new file, what the one before it has not. It goes from
-neighbour to neighbour by three-way merge, so each file keeps its idea. A file with a conflict holds up
-those that stand on it and no others. Docstrings are each file's own: they stay.
+The edit is the file's diff from HEAD; of a new file, its diff from the one before it. It goes from neighbour to
+neighbour by three-way merge, so each file keeps its idea. A file with a conflict holds up those that stand on it and no
+others. Docstrings are each file's own: they stay.
 Status 0; 1 where a file lags behind or has a conflict; 2 for an error.
 """
 

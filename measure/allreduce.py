@@ -1,11 +1,11 @@
-"""What the gradients cost on the way: the all-reduce of a model's gradients, measured between the ranks that run this.
+"""The cost of exchanging gradients: the all-reduce of a model's gradients, measured between the ranks that run this.
 
     torchrun --standalone --nproc_per_node=2 measure/allreduce.py --model gpt2 --step-ms 2900
 
-prints the time of it, the bus bandwidth, and, given what one GPU takes for a whole step (of all tokens, one process),
-the speed-up that follows for 2, 4 and 8 such GPUs on a link like this. In a ring each rank sends and receives
-2 (n - 1) / n of the bytes, so bus bandwidth = 2 (n - 1) / n * bytes / seconds: it does not depend on n where the link
-is the limit (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+prints its time, the bus bandwidth, and, given the time that one GPU takes for a step of all tokens (--step-ms), the
+speed-up that follows for 2, 4 and 8 such GPUs on a link like this. In a ring each rank sends and receives 2 (n - 1) / n
+of the bytes, so bus bandwidth = 2 (n - 1) / n * bytes / seconds: it does not depend on n where the link is the limit
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Where the time of a step goes, by kind of kernel:  python measure/kernels.py speedup_05_compile.py --steps 10
 
-Runs the script as it is under torch.profiler, looks at 3 steady steps, and prints JSON in a line after its own:
+Runs the script as it is under torch.profiler, looks at 3 steady steps, and prints a line of JSON after its own lines:
 milliseconds per step, the attention kernel that ran, and the peak of the memory that PyTorch reserved. On a GPU the
 kernels are grouped, each by its name and by the operation that launched it; idle is the time in which none ran. On a
 CPU the operations are grouped, each by the time that it spent in itself; idle is Python and dispatch.

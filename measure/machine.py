@@ -1,6 +1,6 @@
 """What a measurement ran on, as JSON:  python measure/machine.py --device cuda
 
-A program of its own, because whoever asks a GPU for its name holds some of its memory until it ends.
+A program of its own, because a process that asks a GPU for its name holds some of its memory until it ends.
 """
 
 import argparse

@@ -7,8 +7,8 @@ the median over the passes of the quotient within a pass. What matters most is m
 one pass over the ladder, the profile, the table of batch sizes, the peers, further passes, the largest batch.
 
 A measurement that was cut, by Ctrl-C or by --budget, is kept: the same command continues it and retries what failed.
-It may continue on another host with the same GPU, torch and CUDA. Each pass belongs to one host: what another host
-measured of a pass that was cut is measured here anew, after everything that has no figure yet.
+It may continue on another host with the same GPU, torch and CUDA. Each pass belongs to one host: of a pass that was
+cut, the runs of another host are repeated here, last of all.
 """
 
 import argparse

@@ -6,8 +6,8 @@
 
 All do what speedup_10_fused_adamw.py does, so that only the implementation differs: its batches, its first weights (but
 for the rows that pad the vocabulary, which transformers does not have), its optimizer, clipping and schedule; no
-dropout. So its loss curve is theirs. They print the lines that it prints. Where there are several GPUs, Trainer takes
-all that CUDA_VISIBLE_DEVICES shows it.
+dropout. So the loss curves match. They print the lines that it prints. Where there are several GPUs, Trainer takes all
+that CUDA_VISIBLE_DEVICES shows it.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Plot the loss of one run or several from their logs:  python measure/plot.py runs/a.jsonl runs/b.jsonl   (make plot)
 
 A log has a JSON object in each line, with "step" and "loss" for a training step, "step" and "val_loss" for an
-evaluation, as --log-file writes it; other lines are skipped. The run may still be writing it. The plot goes to
+evaluation, as --log-file writes it; other JSON is skipped. The run may still be writing it. The plot goes to
 runs/a.svg, or where --out says (.svg, .png, .pdf).
 """
 

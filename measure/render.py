@@ -1,7 +1,7 @@
 """From measurements to the README's table and docs/img/*.svg:  python measure/render.py [FOLDER]   (make figures)
 
-Takes the named folders of results/, else the newest of each device and model, GPUs first. What it writes depends on
-nothing else, so a second run changes nothing.
+Takes the named folders of results/, else the newest of each device and model, GPUs first, and also writes their
+summary.txt. What it writes depends on nothing else, so a second run changes nothing.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The ceilings of this device, measured; no datasheet is asked.  python measure/roof.py --model gpt2 --batch-size 4
+"""The ceilings of this device, measured:  python measure/roof.py --model gpt2 --batch-size 4
 
 Prints JSON: TFLOP/s of matrix products in each precision that the device multiplies in, at the shapes of GPT-2's own
 linear layers and at a large square; and the GB/s of a copy, bytes read and bytes written both counted. Each is a median

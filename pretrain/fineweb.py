@@ -4,7 +4,7 @@
     python pretrain/fineweb.py --out shards *.parquet   or *.jsonl, with the column "text", or *.txt, a document each
 
 <|endoftext|> stands before each document, and a document may go on in the next shard. Shard 0 is for validation. A run
-that was killed goes on where it was: give the same command again.
+that was killed goes on where it was, by the same command.
 
 A shard is a header of 64 bytes (magic, version, vocabulary, number of tokens, SHA-256 of the tokens; little-endian),
 then the tokens as uint16.

@@ -104,9 +104,9 @@ REASONS = {command: reason for reason, commands in NOT_RUN.items() for command i
 
 # What must exist before a command is run: lines of bash. $TRAINED is a folder of checkpoints.
 PARQUET = 'python -c \'import pandas; pandas.DataFrame({{"text": ["To be"] * 99}}).to_parquet("{}")\''
-FOLDER = "folder=results/pretrain-nano-cpu-amd-epyc-2026-11-22"
 BEFORE = {
-    r"(sample|export_hf)\.py runs/try|tensorboard --logdir runs/try": "mkdir runs; cp -r $TRAINED runs/try",
+    r"(sample|export_hf)\.py runs/try": "mkdir runs; cp -r $TRAINED runs/try",
+    r"sample\.py runs/first|tensorboard --logdir runs/first": "mkdir runs; cp -r $TRAINED runs/first",
     r"(sample|export_hf)\.py runs/gpt2": "mkdir runs; cp -r $TRAINED runs/gpt2",
     r"(sample|export_hf)\.py checkpoints": "cp -r $TRAINED checkpoints",
     r"--init-from my-gpt2": "python pretrain/export_hf.py $TRAINED my-gpt2",
@@ -115,8 +115,8 @@ BEFORE = {
     r"--data shards/books": "python pretrain/fineweb.py --out shards/books input.txt",
     r"shards \*\.parquet": PARQUET.format("a.parquet"),
     r"10BT/\*\.parquet": f"mkdir 10BT; {PARQUET.format('10BT/a.parquet')}",
-    r"log-file \$folder": "folder=runs/nano; mkdir -p $folder",
-    r"\$folder$|\$folder/machine|plot\.py \$folder": FOLDER,
+    r"> runs/machine": "mkdir runs",
+    r"plot\.py runs/nano": "mkdir runs; cp results/pretrain-nano-cpu-amd-epyc-2026-11-22/log.jsonl runs/nano.jsonl",
     r"plot ARGS=log": """echo '{"step": 0, "loss": 9.0}' > log.jsonl""",
     r"runs/a\.jsonl": """mkdir runs; for run in a b; do echo '{"step": 0, "loss": 9.0}' > runs/$run.jsonl; done""",
     r"reset --soft": "git -c user.name=Test -c user.email=test@localhost commit -q --allow-empty -m more",
