@@ -371,7 +371,7 @@ def exit_message(error):
 
 if __name__ == "__main__":
     try:
-        record(main)()  # torchrun's report names the rank that failed first, with its traceback
+        record(main)()  # torchrun's report names each rank that failed, with its traceback
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(exit_message(error))
     if dist.is_initialized():  # after main() has freed the model: with Gloo the other order can hang
