@@ -1,5 +1,6 @@
-"""Load a GPT from a checkpoint of pretrain/, from a file of --save, or from GPT-2's weights."""
+"""What sample.py, hellaswag.py and export_hf.py share: a model, from wherever it is, on a device."""
 
+import argparse
 from pathlib import Path
 
 import long_run
@@ -18,11 +19,15 @@ def config_of(state):
     return long_run.GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)
 
 
-def load_model(source):
+def load_model(source, device="cpu"):
     """The GPT of a checkpoint, of the newest in a folder of them, of a file of --save, or of GPT-2's weights.
 
-    It is on the CPU, in float32, its vocabulary padded to 50304. Raises ValueError, in one line, if there is none.
+    It is in float32, its vocabulary padded to 50304. Raises ValueError, in one line, if model or device is not there.
     """
+    try:
+        torch.zeros(1, device=device)
+    except (AssertionError, RuntimeError) as error:  # torch's way to say that there is no such device
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
     path = Path(source)
     try:
         if path.is_dir() and any(path.glob("step_*.pt")):
@@ -31,13 +36,31 @@ def load_model(source):
             path = path / "best.pt" if path.is_dir() else path
             saved = torch.load(path, map_location="cpu", weights_only=True)
         else:
-            return long_run.GPT.from_pretrained(source).eval()
+            return long_run.GPT.from_pretrained(source).eval().to(device)
         state = saved.get("model", saved)  # --save writes the weights and nothing else
         model = long_run.GPT(config_of(state))
         model.load_state_dict(state)
-        return model.eval()
+        return model.eval().to(device)
     except (AttributeError, KeyError) as error:
         raise ValueError(f"{source}: it holds no weights of a GPT: {error!r}") from None
     except Exception as error:  # a damaged file raises a dozen kinds
         name = "" if isinstance(error, long_run.UserError) else f"{source}: "
         raise ValueError(name + " ".join(str(error).split())[:300]) from None
+
+
+def model_parser(doc):
+    """A command line that takes a model and a device."""
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0], usage=argparse.SUPPRESS)  # keeps errors short
+    parser.add_argument("model", help="a checkpoint, a folder of them, or GPT-2 weights in Hugging Face format")
+    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    return parser
+
+
+def explain(error, too_large):
+    """A line on what the user can do about a RuntimeError. Raises any other error again."""
+    if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
+        return f"out of memory: lower {too_large}"
+    if isinstance(error, torch._dynamo.exc.ShortenTraceback):
+        return f"torch.compile failed: {' '.join(str(error).split())[:200]}"
+    raise error

@@ -5,7 +5,6 @@ AutoModelForCausalLM.from_pretrained("my-gpt2") loads it, and so does --init-fro
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -13,10 +12,8 @@ from pathlib import Path
 
 from checkpoint import load_model
 
-TOKENIZER = {  # under the names that tiktoken looks for (tokenizer/README.md)
-    "vocab.json": "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
-    "merges.txt": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
-}
+os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+TOKENIZER = Path(__file__).resolve().parents[1] / "tokenizer"
 
 
 def to_hf(model):
@@ -34,16 +31,21 @@ def to_hf(model):
     return hf.eval()
 
 
+def gpt2_tokenizer():
+    """GPT-2's tokenizer for transformers, from the files of tokenizer/, which have tiktoken's names."""
+    from transformers import GPT2TokenizerFast
+
+    names = "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
+    return GPT2TokenizerFast(*(str(TOKENIZER / name) for name in names), model_max_length=1024)
+
+
 def export(model, folder):
     """Weights (safetensors), configuration and GPT-2's tokenizer, to a new folder. Raises OSError, SafetensorError."""
-    os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
-    from transformers import AutoTokenizer, logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
     to_hf(model).save_pretrained(folder)
-    for name, file in TOKENIZER.items():
-        shutil.copyfile(Path(__file__).resolve().parents[1] / "tokenizer" / file, folder / name)
-    AutoTokenizer.from_pretrained(folder, model_max_length=model.config.block_size).save_pretrained(folder)
+    gpt2_tokenizer().save_pretrained(folder)
 
 
 def main():
@@ -56,15 +58,12 @@ def main():
         parser.error(f"{args.folder} exists already")
     try:
         model = load_model(args.model)
-    except ValueError as error:
-        parser.error(str(error))
-    try:
         args.folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.folder.parent) as unfinished:  # it gets its name when it is whole
             export(model, Path(unfinished) / "model")
             os.rename(Path(unfinished) / "model", args.folder)
     except Exception as error:  # safetensors has kinds of its own
-        sys.exit(f"{parser.prog}: error: {args.folder}: {' '.join(str(error).split())}")
+        parser.error(" ".join(str(error).split()))
     print(f"{args.folder} holds {args.model}, as transformers and --init-from read it")
 
 

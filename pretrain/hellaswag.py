@@ -8,8 +8,6 @@ In completion style: context, a space, ending, nothing else added or removed. An
 tokens' log-likelihoods (acc) or their mean (acc_norm).
 """
 
-import argparse
-import json
 import os
 import signal
 import sys
@@ -19,24 +17,7 @@ import numpy as np
 import tiktoken
 import torch
 import torch.nn.functional as F
-from fineweb import DataError
-
-
-def read_rows(source):
-    """(where, a JSON line or a dict) of each row of a JSONL file or a dataset on the hub. Raises Exception."""
-    if Path(source).exists() or Path(source).suffix in (".json", ".jsonl"):
-        lines = enumerate(Path(source).read_text(encoding="utf-8").split("\n"), start=1)
-        return [(f"line {number}", line) for number, line in lines if line.strip()]
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # or each of its tries is a warning
-    from datasets import disable_progress_bars, load_dataset
-
-    disable_progress_bars()
-    try:
-        return [(f"row {number}", row) for number, row in enumerate(load_dataset(source, split="validation"))]
-    except Exception as error:  # the hub, the network and the library raise a dozen kinds
-        raise DataError(
-            f"no such file, and not to be had from the hub; without a network give a JSONL file: {str(error)[:200]}"
-        ) from None
+from fineweb import DataError, open_rows
 
 
 def read_examples(source):
@@ -46,18 +27,17 @@ def read_examples(source):
     """
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parents[1] / "tokenizer"))
     encode = tiktoken.get_encoding("gpt2").encode_ordinary
-    where, examples = "", []
+    files = [source] if Path(source).exists() or Path(source).suffix in (".json", ".jsonl") else []
+    examples = []
     try:
-        for row_name, row in read_rows(source):
-            where = f"{row_name} is no example of HellaSwag: "
-            row = json.loads(row) if isinstance(row, str) else row
+        for row in open_rows(files, ["ctx", "endings", "label"], source, split="validation"):
             label, endings = int(row["label"]), [encode(" " + ending) for ending in row["endings"]]
             if len(endings) != 4 or label not in range(4) or max(map(len, endings)) > 1023:
                 raise ValueError(f"{len(endings)} endings, label {label}, tokens {[*map(len, endings)]}")
             examples.append((encode(row["ctx"]) or [50256], endings, label))
-    except (ImportError, OSError, KeyError, TypeError, ValueError) as error:
-        kind = "" if isinstance(error, (DataError, OSError)) else f"{type(error).__name__} "
-        raise DataError(f"HellaSwag, {source}: {where}{kind}{' '.join(str(error).split())}") from None
+    except Exception as error:  # the library raises a dozen kinds
+        where = "" if isinstance(error, (DataError, OSError)) else f"after {len(examples)} examples: "
+        raise DataError(f"HellaSwag, {source}: {where}{' '.join(str(error).split())[:300]}") from None
     if not examples:
         raise DataError(f"HellaSwag, {source}: it has no examples")
     return examples
@@ -99,40 +79,28 @@ def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
 
 
 def main():
-    from checkpoint import load_model  # train.py does without
+    from checkpoint import explain, load_model, model_parser  # train.py does without
 
-    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("model", help="a checkpoint, a folder of them, or GPT-2 weights in Hugging Face format")
+    parser = model_parser(__doc__)
     parser.add_argument("--data", default="Rowan/hellaswag", help="JSONL file or dataset, default Rowan/hellaswag")
     parser.add_argument("--batch-tokens", type=int, default=16384, help="tokens per batch, default 16384")
-    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
     args = parser.parse_args()
     if args.batch_tokens < 1:
         parser.error("--batch-tokens must be at least 1")
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     try:
-        examples, model = read_examples(args.data), load_model(args.model)
+        examples, model = read_examples(args.data), load_model(args.model, args.device)
     except ValueError as error:
         parser.error(str(error))
-    try:
-        device = torch.device(args.device)
-        model.to(device)
-    except (AssertionError, RuntimeError) as error:  # torch's way to say that there is no such device
-        parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")
+    device = torch.device(args.device)
     use_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     try:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
             by_sum, by_mean, n = count_right(model, examples, args.batch_tokens, device)
     except RuntimeError as error:
-        if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
-            sys.exit(f"{parser.prog}: error: out of memory: lower --batch-tokens")
-        if isinstance(error, torch._dynamo.exc.ShortenTraceback):
-            sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")
-        raise
-    print(
-        f"{args.model} | HellaSwag, completion style | acc {by_sum / n:.4f} | acc_norm {by_mean / n:.4f} | {n} examples"
-    )
+        sys.exit(f"{parser.prog}: error: {explain(error, '--batch-tokens')}")
+    accuracy = f"acc {by_sum / n:.4f} | acc_norm {by_mean / n:.4f}"
+    print(f"{args.model} | HellaSwag, completion style | {accuracy} | {n} examples")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from fineweb import DataError, Shard
+from fineweb import DataError, read_shards
 from hellaswag import count_right, read_examples
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -175,8 +175,7 @@ class DataLoaderLite:
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
         self.encoding = tiktoken.get_encoding("gpt2")
         if Path(path).is_dir():
-            shards = [Shard(file) for file in sorted(Path(path).glob("*.bin"))]
-            self.validation, self.shards = shards[0] if shards else [], shards[1:]
+            self.validation, self.shards = read_shards(path)
         else:
             try:
                 text = Path(path).read_bytes().decode("utf-8")

@@ -94,6 +94,7 @@ NOT_RUN = {
         "--resume",
     ],
     "it downloads weights or data from the Hugging Face hub": [
+        "hf download kjj0/finewebedu10B-gpt2 --repo-type dataset --local-dir shards/finewebedu10B",
         "python pretrain/fineweb.py",
         "python pretrain/hellaswag.py gpt2",
         "python pretrain/hellaswag.py checkpoints",
@@ -113,6 +114,7 @@ BEFORE = {
     r"corpus/\*\.jsonl": """mkdir corpus; for n in {1..99}; do echo '{"text": "Not to be"}'; done > corpus/a.jsonl""",
     r"books/\*\.txt": "mkdir books; cp input.txt books",
     r"--data shards/books": "python pretrain/fineweb.py --out shards/books input.txt",
+    r"--data shards/finewebedu10B": "python pretrain/fineweb.py --out shards/finewebedu10B input.txt",
     r"shards \*\.parquet": PARQUET.format("a.parquet"),
     r"10BT/\*\.parquet": f"mkdir 10BT; {PARQUET.format('10BT/a.parquet')}",
     r"> runs/machine": "mkdir runs",

@@ -1,9 +1,10 @@
 """Tokenizing loses no document; pre-training reads each token once per epoch and none of those held out.
 
-Killed at any moment, the same command writes the same shards. The validation loss does not depend on the batch size
-or the number of ranks.
+Killed at any moment, the same command writes the same shards, in llm.c's format. The validation loss does not depend on
+the batch size or the number of ranks.
 """
 
+import array
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import fineweb
 import numpy as np
@@ -21,8 +23,8 @@ import pytest
 import tiktoken
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, load, nano
-from fineweb import HEADER, Shard, write_shard
+from conftest import NO_SCORES, ROOT, load, nano, watch
+from fineweb import HEADER_BYTES, Shard, shard_path, write_shard
 
 TRAIN, END = "pretrain/train.py", 50256
 train = load(TRAIN)
@@ -65,7 +67,8 @@ def files(documents, tmp_path_factory):
 
 
 def shards(folder):
-    return [Shard(path) for path in sorted(folder.glob("*.bin"))]
+    """In the order of their numbers."""
+    return [Shard(path) for path in sorted(folder.glob("*.bin"), key=lambda path: path.stem.split("_")[-1])]
 
 
 def joined(folder):
@@ -87,7 +90,7 @@ def shard(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("kind", ["all.jsonl", "*.parquet", "*.txt"])
-def test_no_document_is_lost_or_written_twice(shard, files, documents, tokens, tmp_path, kind):
+def test_no_document_is_lost_or_written_twice(shard, files, tokens, tmp_path, kind):
     inputs = sorted(files.glob(kind))
     if kind == "*.txt":
         tokens = [token for path in inputs for token in [END, *encode(path.read_bytes().decode())]]
@@ -96,8 +99,7 @@ def test_no_document_is_lost_or_written_twice(shard, files, documents, tokens, t
     made = shards(tmp_path / "shards")
     assert [len(shard) for shard in made[:-1]] == [size] * (len(made) - 1) and 0 < len(made[-1]) <= size
     assert np.array_equal(joined(tmp_path / "shards"), tokens)
-    count = 30 if kind == "*.txt" else len(documents)
-    assert f"is complete: {count} documents, {len(tokens)} tokens, {len(made)} shards" in printed
+    assert f"is complete: {len(tokens)} tokens, {len(made)} shards" in printed
 
 
 @pytest.mark.slow
@@ -115,8 +117,8 @@ def test_a_killed_run_goes_on_to_the_same_shards(files, tmp_path, kind):
         assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
         assert len(list(out.glob("*.bin"))) < 300
     subprocess.run([*command, out], check=True, capture_output=True)
-    names = sorted(path.name for path in (tmp_path / "undisturbed").glob("*.bin"))
-    assert sorted(path.name for path in out.glob("*.bin")) == names and len(names) > 300
+    names = sorted(path.name for path in (tmp_path / "undisturbed").glob("*.bin*"))
+    assert sorted(path.name for path in out.glob("*.bin*")) == names and len(names) > 600  # half are checksums
     for name in names:
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), name
     assert not list(out.glob("*.tmp"))
@@ -131,19 +133,24 @@ def test_less_than_one_shard_is_divided_and_a_second_run_does_nothing(shard, ref
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.bin")}
     shard(*arguments)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.bin")} == before
-    (tmp_path / "shards" / "shard_000001.bin").unlink()  # "complete" would be untrue
-    refused("pretrain/fineweb.py", *arguments, says=".*shard_000001.bin")
+    (tmp_path / "shards" / "shard_train_000001.bin").unlink()  # "complete" would be untrue
+    refused("pretrain/fineweb.py", *arguments, says=".*shard_train_000001.bin")
 
 
 WRONG_CORPUS = {
     "no such file": (["nowhere.jsonl"], "nowhere.jsonl"),
-    "two kinds": (["a.jsonl", "b.txt"], r"the files end in \.jsonl and \.txt: give one kind only"),
-    "a folder": (["foreign"], r"foreign is a folder: name the files in it, as in \S*foreign/\*\.jsonl"),
-    "an unknown kind": (["c.doc"], r"c\.doc is not a \.txt, \.jsonl or \.parquet file"),
+    "two kinds": (["a.jsonl", "b.txt"], "give files of one kind only"),
+    "a folder": (["foreign"], r"\S*foreign is not a \.txt, \.jsonl or \.parquet file"),
+    "an unknown kind": (["c.doc"], r"\S*c\.doc is not a \.txt, \.jsonl or \.parquet file"),
     "no such column": (["a.jsonl", "--column", "body"], "body"),
     "a row without text": (["hole.jsonl"], "no text"),
     "not JSON": (["broken.jsonl"], "broken.jsonl"),
-    "shards of something else": (["a.jsonl", "--out", "foreign"], "foreign.*something else"),
+    "a file that is no shard": (["a.jsonl", "--out", "foreign"], r"--out \S*foreign: \S*x.bin is not a shard"),
+    "shards of something else": (["a.jsonl", "--out", "public"], "public.*something else"),
+    "shards of the format before": (
+        ["a.jsonl", "--out", "old"],
+        "000000.bin has a format that is no longer read: ",
+    ),
     "begun with other settings": (["a.jsonl", "--out", "begun", "--shard-size", "9"], "begun: its progress.json"),
     "a progress.json of another program": (["a.jsonl", "--out", "theirs"], "theirs: its progress.json"),
     "one shard alone": (["a.jsonl", "--shard-size", "12"], "12 tokens make no two shards"),
@@ -162,8 +169,12 @@ def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, ca
     (tmp_path / "c.doc").write_text("text")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "x.bin").write_bytes(b"theirs")
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public" / "x_train_000001.bin").write_bytes(public([1, 2, 3]))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "shard_000000.bin").write_bytes(b"GPTSHARD" + bytes(2000))
     (tmp_path / "begun").mkdir()
-    fields = {"source": {}, "shards": 0, "tokens": 0, "documents": 0, "before": None, "skip": 0, "end": False}
+    fields = {"source": {}, "shards": 0, "tokens": 0, "before": None, "skip": 0, "end": False}
     (tmp_path / "begun" / "progress.json").write_text(json.dumps(fields))
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "progress.json").write_text("[1]")
@@ -185,68 +196,124 @@ def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, ca
 def test_a_hub_that_cannot_be_reached_is_one_line(run, tmp_path):
     done = run("pretrain/fineweb.py", "--out", tmp_path / "new", HF_HUB_OFFLINE="1")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "on the hub: " in done.stderr and "without a network, give files" in done.stderr
+    assert "on the hub" in done.stderr and "without a network, give a file" in done.stderr
     assert not (tmp_path / "new").exists()
+
+
+def public(tokens, magic=20240520, version=1, **_):
+    """The bytes of a shard by llm.c's description (dev/data/data_common.py there)."""
+    return struct.pack("<256i", magic, version, len(tokens), *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens)
+
+
+def test_a_public_shard_is_trained_on(tmp_path, monkeypatch):
+    """Named as on the hub, no checksum beside it: training reads the one, validation the other."""
+    folder = tmp_path / "finewebedu10B"
+    folder.mkdir()
+    held_out, text = np.array_split(encode((ROOT / "input.txt").read_text(encoding="utf-8")[:60_000]), [3000])
+    (folder / "finewebedu_val_000000.bin").write_bytes(public(held_out))
+    (folder / "finewebedu_train_000001.bin").write_bytes(public(text))
+    loader = train.DataLoaderLite(folder, 4, 64)
+    assert loader.size == len(text) and np.array_equal(loader.validation[:], held_out)
+    monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES)
+    words = "--model", "nano", "--batch-size", 4, "--seq-len", 64, "--total-batch-size", 256
+    for i, step in enumerate(watch(TRAIN, "--data", folder, "--steps", 2, *words)):
+        targets = torch.from_numpy(text[256 * i + 1 : 256 * (i + 1) + 1])
+        loss = F.cross_entropy(step.logits[0].flatten(0, 1).float(), targets).item()
+        assert float(step.printed["loss"]) == pytest.approx(loss, abs=2e-3), i
+
+
+def test_anybody_can_read_what_is_written(shard, files, tokens, tmp_path):
+    """By the description of the format alone, and sha256sum finds every file whole."""
+    shard(files / "all.jsonl", "--out", tmp_path, "--shard-size", 50_000)
+    kinds, found = [], []
+    for path in sorted(tmp_path.glob("*.bin"), key=lambda path: path.name[-10:]):
+        with open(path, "rb") as file:
+            header, body = array.array("i", file.read(1024)), array.array("H", file.read())
+        assert header[:3].tolist() == [20240520, 1, len(body)] and not any(header[3:])
+        kinds.append(path.name.split("_")[1])
+        found += body
+    assert kinds == ["val"] + ["train"] * (len(kinds) - 1) and len(kinds) > 3
+    assert found == tokens.tolist()
+    checksums = sorted(path.name for path in tmp_path.glob("*.sha256"))
+    done = subprocess.run(["sha256sum", "-c", *checksums], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count(": OK") == len(kinds), done.stdout + done.stderr
 
 
 def damaged(name, data):
     """A shard's bytes with one thing wrong."""
-    head, body = bytearray(data[: HEADER.size]), bytearray(data[HEADER.size :])
     if name == "cut short":
-        return bytes(head + body[:-2])
+        return data[:-2]
     if name == "no header":
-        return bytes(body)
+        return data[HEADER_BYTES:]
     if name == "empty":
         return b""
-    if name == "another vocabulary":
-        struct.pack_into("<I", head, 12, 100277)
+    if name == "no tokens":
+        return public([])
+    if name == "another magic number":
+        return public(range(3000), magic=20240801)  # llm.c's, for the vocabulary of Llama 3
     if name == "another version":
-        struct.pack_into("<I", head, 8, 2)
-    if name == "a flipped bit":
-        body[len(body) // 2] ^= 1
-    return bytes(head + body)
+        return public(range(3000), version=2)
+    if name == "another vocabulary":
+        return public([*range(2999), 50257])
+    if name == "the format before":
+        return b"GPTSHARD" + data[8:]
+    return data[:4000] + bytes([data[4000] ^ 1]) + data[4001:]
 
 
 DAMAGE = {
-    "cut short": "is cut short or not whole: 3000 tokens, but 6062 bytes",
-    "no header": "is not a shard",
-    "empty": "is not a shard",
-    "another vocabulary": "is of a vocabulary of 100277 tokens, not GPT-2's 50257",
-    "another version": "has version 2",
-    "a flipped bit": "is damaged",
+    "cut short": "is cut short or not whole: 3000 tokens, but 7022 bytes",
+    "no header": "is not a shard of GPT-2 tokens",
+    "empty": "is not a shard of GPT-2 tokens",
+    "no tokens": "is cut short",
+    "another magic number": "is not a shard of GPT-2 tokens",
+    "another version": "is not a shard of GPT-2 tokens in llm.c's format, version 1",
+    "the format before": "has a format that is no longer read: run pretrain/fineweb.py into another folder",
+    "a flipped bit": "is damaged: its SHA-256 is not the one in ",
+    "another vocabulary": "holds the token 50257: GPT-2 has 50257",
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
     for i in range(3):
-        write_shard(tmp_path / f"shard_{i:06d}.bin", np.arange(3000) + i)
-    path = tmp_path / "shard_000001.bin"
+        write_shard(shard_path(tmp_path, i), np.arange(3000) + i)
+    path = shard_path(tmp_path, 1)
     path.write_bytes(damaged(name, path.read_bytes()))
+    if name == "another vocabulary":
+        Path(f"{path}.sha256").unlink()
     with pytest.raises(ValueError, match=re.escape(f"{path} {DAMAGE[name]}")):
         Shard(path)[:]
-    if name == "a flipped bit":  # it is read when training comes to it; the other shard stays good
+    if name in ("a flipped bit", "another vocabulary"):  # seen when training comes to it; the other shard stays good
         loader = train.DataLoaderLite(tmp_path, 1, 100)
         with pytest.raises(ValueError, match=re.escape(str(path))):
             for _ in range(60):
                 loader.next_batch()
     else:
-        refused(TRAIN, "--data", tmp_path, says=f"{re.escape(str(path))}")
+        refused(TRAIN, "--data", tmp_path, says=re.escape(str(path)))
+
+
+@pytest.mark.parametrize("names", [["x_train_1", "x_train_2"], ["x_val_0"], ["x_val_0", "x_train_1", "y"], []])
+def test_shards_whose_names_do_not_say_what_they_are_for_are_refused(names, tmp_path, refused):
+    for name in names:
+        write_shard(tmp_path / f"{name}.bin", np.arange(3000))
+    refused(TRAIN, "--data", tmp_path, says=rf"{re.escape(str(tmp_path))}: of {len(names)} shards .*_val_.* both")
 
 
 def test_a_shard_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Or a power cut leaves a file of the right size, full of zeros."""
-    path, events, fsync, replace = tmp_path / "shard_000000.bin", [], os.fsync, os.replace
-    whole = HEADER.size + 2 * 3000
+    """Or a power cut leaves a file of the right size, full of zeros. Its checksum is there first."""
+    path, events, fsync, replace = shard_path(tmp_path, 1), [], os.fsync, os.replace
 
     def look(name, real, *args):
-        events.append((name, path.with_suffix(".tmp").stat().st_size, path.exists()))
+        events.append((name, sorted((path.name, path.stat().st_size) for path in tmp_path.iterdir())))
         real(*args)
 
     monkeypatch.setattr(os, "fsync", lambda *args: look("fsync", fsync, *args))
     monkeypatch.setattr(os, "replace", lambda *args: look("replace", replace, *args))
     write_shard(path, np.arange(3000))
-    assert events == [("fsync", whole, False), ("replace", whole, False)]
+    line = len(f"{'0' * 64}  {path.name}\n")
+    checksum = [(f"{path.name}.sha256.tmp", line)]
+    whole = [(f"{path.name}.sha256", line), (f"{path.name}.tmp", HEADER_BYTES + 2 * 3000)]
+    assert events == [("fsync", checksum), ("replace", checksum), ("fsync", whole), ("replace", whole)]
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +322,7 @@ def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     start = 0
     for i, size in enumerate((100, 1000, 1337, 1000, 41)):
-        write_shard(folder / f"shard_{i:06d}.bin", np.arange(start, start + size))
+        write_shard(shard_path(folder, i), np.arange(start, start + size))
         start += size
     return folder
 

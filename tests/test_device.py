@@ -87,7 +87,7 @@ def test_a_gpu_is_measured_in_the_types_that_it_multiplies_in_and_in_no_emulated
         monkeypatch.setattr("sys.argv", ["attention.py", "--seq-lens", "8"])
         bench.main()
         monkeypatch.setattr(hellaswag, "read_examples", lambda path: [])
-        monkeypatch.setattr(checkpoint, "load_model", lambda path: torch.nn.Linear(1, 1))
+        monkeypatch.setattr(checkpoint, "load_model", lambda source, device: torch.nn.Linear(1, 1))
         monkeypatch.setattr(hellaswag, "count_right", lambda *_: (torch.is_autocast_enabled("cpu"), 0, 1))
         monkeypatch.setattr("sys.argv", ["hellaswag.py", "model"])
         hellaswag.main()

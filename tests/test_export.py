@@ -1,16 +1,19 @@
-"""A model exported to Hugging Face keeps its logits; samples are what `transformers` would write."""
+"""A model exported to Hugging Face keeps its logits; a sample is what the model finds likely, printed as it comes."""
 
-import copy
+import shlex
 import signal
+import subprocess
 import sys
 
 import export_hf
 import pytest
+import tiktoken
 import torch
 from checkpoint import config_of, load_model
 from conftest import LONG, NO_SCORES, ROOT, load, nano, save_gpt2, watch
 from test_checkpoints import Command
 from test_corpus import END, TRAIN, encode, train, uneven
+from transformers import GPT2LMHeadModel
 
 sample = load("pretrain/sample.py")
 
@@ -100,115 +103,108 @@ def test_a_checkpoint_cannot_run_code(tmp_path, name):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    folder, hf = save_gpt2(tmp_path_factory.mktemp("small") / "gpt2")
-    return load_model(folder), hf, folder
+    return save_gpt2(tmp_path_factory.mktemp("small") / "gpt2")[0]
 
 
-@pytest.mark.parametrize("length", [1, 7, 30])
-def test_greedy_text_is_that_of_transformers(small, length):
-    model, hf, _ = small
-    prompt = torch.randint(0, 50257, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    expected = hf.generate(torch.tensor([prompt]), max_new_tokens=25, do_sample=False, pad_token_id=END)[0, length:]
-    ours = torch.stack(list(sample.generate(model, prompt, 2, 25, temperature=0)), dim=1)
-    assert len(set(expected.tolist())) > 3
-    assert ours.tolist() == [expected.tolist()] * 2
+@pytest.fixture
+def write(monkeypatch, capsys):
+    """Run sample.py in this process on a model: what it printed."""
 
-
-def test_text_ends_where_transformers_ends_it(small, tmp_path):
-    model, hf, folder = small
-    prompt = [11, 22, 33]
-    first = [tokens.item() for tokens in sample.generate(model, prompt, 1, 20, temperature=0)]
-    place = next(i for i in range(2, 20) if first[i] not in first[:i])
-    weight = (ending := copy.deepcopy(hf)).lm_head.weight.data  # a token and the end of the text change places
-    weight[[first[place], END]] = weight[[END, first[place]]]
-    ending.save_pretrained(tmp_path)
-    expected = ending.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=END)[0, 3:]
-    ours = [tokens.item() for tokens in sample.generate(load_model(tmp_path), prompt, 1, 20, temperature=0)]
-    assert ours == expected.tolist() == [*first[:place], END]
-
-
-def test_the_cache_changes_no_logit(small):
-    model, _, _ = small
-    idx = torch.randint(0, 50257, (3, 40), generator=torch.Generator().manual_seed(1))
-    caches = torch.empty(2, 2, 3, 2, 40, 16)
-    with torch.no_grad():
-        expected = model(idx)[..., :50257]
-        for start, end in [(0, 13), *((i, i + 1) for i in range(13, 40))]:
-            logits = sample.next_logits(model, idx[:, start:end], caches, start)
-            torch.testing.assert_close(logits, expected[:, end - 1], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("temperature, top_k, top_p", [(1, 50257, 1), (0.7, 20, 1), (1.3, 50257, 0.6), (0.9, 40, 0.8)])
-def test_the_probabilities_are_those_of_transformers(temperature, top_k, top_p):
-    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    logits = 2 * torch.randn(5, 50257, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    theirs = LogitsProcessorList([TemperatureLogitsWarper(float(temperature)), TopKLogitsWarper(top_k)])
-    if top_p < 1:
-        theirs.append(TopPLogitsWarper(top_p))
-    expected = theirs(None, logits.clone()).softmax(dim=-1)
-    torch.testing.assert_close(sample.probabilities(logits, temperature, top_k, top_p), expected)
-
-
-def test_no_sample_is_a_row_of_padding():
-    """Not even where the model finds these likelier than any token."""
-    model = uneven()
-    with torch.no_grad():
-        model.transformer.ln_f.bias[0] = 50.0
-        model.lm_head.weight[:, 0] = -1.0
-        model.lm_head.weight[50257:, 0] = 1.0
-        assert model(torch.tensor([[5, 6]])).argmax() % 50304 >= 50257
-        assert train.generate(model, [5, 6], 1, torch.device("cpu")).max() < 50257
-    for temperature in (0, 1):
-        assert all(token < 50257 for token in sample.generate(model, [5, 6], 1, 10, temperature=temperature))
-
-
-def test_samples_are_drawn_with_their_probabilities(small):
-    model, _, _ = small
-    first = next(sample.generate(model, [5, 6], 500, 1, top_k=3))
-    with torch.no_grad():
-        p = sample.probabilities(model(torch.tensor([[5, 6]]))[:, -1, :50257], 1.0, 3, 1.0)[0]
-    counts = torch.bincount(first, minlength=50257) / 500
-    assert (counts - p).abs().max() < 0.09 and (counts > 0).sum() == 3
-
-
-@pytest.mark.slow
-def test_the_samples_of_a_command(run, small, monkeypatch, capsys):
-    words = "pretrain/sample.py", small[2], "--prompt", "O Romeo 漢", "--tokens", 20, "--samples", 3, "--device", "cpu"
-
-    def here(*more):
-        monkeypatch.setattr("sys.argv", [*map(str, words), *more])
+    def write(model, *words):
+        monkeypatch.setattr(sample, "load_model", lambda source, device: model)
         monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
+        monkeypatch.setattr("sys.argv", ["sample.py", "x", "--device", "cpu", *map(str, words)])
         sample.main()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return capsys.readouterr().out
 
-    done = run(*words)
+    return write
+
+
+@torch.no_grad()
+def likeliest(model, tokens, count):
+    """The likeliest token after these, `count` times: our GPT, no cache."""
+    for _ in range(count):
+        tokens = [*tokens, model(torch.tensor([tokens]))[0, -1, :50257].argmax().item()]
+    return tokens
+
+
+@pytest.mark.parametrize("prompt", ["", "O Romeo 漢, <|endoftext|> as text", "word " * 30])
+def test_greedy_text_is_the_models_likeliest(write, prompt):
+    model, tokens = uneven(), encode(prompt)
+    text = likeliest(model, tokens or [END], 25)[0 if tokens else 1 :]
+    assert END not in text[len(tokens) :] and len(set(text[len(tokens) :])) > 3
+    text = tiktoken.get_encoding("gpt2").decode(text)
+    assert write(model, "--prompt", prompt, "--tokens", 25, "--temperature", 0, "--samples", 2) == f"{text}\n\n{text}\n"
+
+
+@torch.no_grad()
+def test_text_ends_where_the_model_ends_it(write):
+    model = uneven()
+    first = likeliest(model, encode("O Romeo"), 20)[2:]
+    place = next(i for i in range(2, 20) if first[i] not in first[:i])
+    weight = model.lm_head.weight.data  # a token and the end of the text change places
+    weight[[first[place], END]] = weight[[END, first[place]]]
+    text = tiktoken.get_encoding("gpt2").decode([*encode("O Romeo"), *first[:place]])
+    assert write(model, "--prompt", "O Romeo", "--tokens", 20, "--temperature", 0) == f"{text}\n"
+
+
+@torch.no_grad()
+def test_no_sample_is_a_row_of_padding(write):
+    """Not even where the model finds these likelier than any token."""
+    model = uneven()
+    model.transformer.ln_f.bias[0] = 50.0
+    model.lm_head.weight[:, 0] = -1.0
+    model.lm_head.weight[50257:, 0] = 1.0
+    assert model(torch.tensor([[5, 6]])).argmax() % 50304 >= 50257
+    assert train.generate(model, [5, 6], 1, torch.device("cpu")).max() < 50257
+    for temperature in (0, 1):
+        assert write(model, "--tokens", 10, "--temperature", temperature)  # a row of padding has no text
+
+
+def test_each_option_of_sampling_has_its_effect(write):
+    """Each at its end is the likeliest text, and all of them free are another for each seed."""
+    model, short = uneven(), ("--prompt", "O Romeo", "--tokens", 12)
+    greedy = write(model, *short, "--temperature", 0)
+    for option in (["--top-k", 1], ["--top-p", 1e-6], ["--temperature", 1e-3]):
+        assert write(model, *short, *option) == greedy, option
+    texts = [
+        write(model, *short, *more)
+        for more in ([], ["--seed", 7], ["--temperature", 0.9, "--seed", 3], ["--top-k", 5000])
+    ]
+    assert len({greedy, *texts}) == 5 and texts[0] == write(model, *short)
+    several = write(model, *short, "--samples", 3).split("O Romeo")
+    assert several[0] == "" and len(set(several)) == 4
+
+
+@pytest.mark.slow
+def test_the_samples_of_a_command(run, small):
+    words = "pretrain/sample.py", small, "--prompt", "O Romeo 漢", "--tokens", 20, "--samples", 3, "--device", "cpu"
+    done, again = run(*words), run(*words)
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert here() == done.stdout != here("--seed", "7")
+    assert again.stdout == done.stdout
     assert done.stdout.count("O Romeo 漢") == 3
     assert len({text for text in done.stdout.split("O Romeo 漢")}) == 4
+    head = ["bash", "-c", f"set -o pipefail; {shlex.join([sys.executable, *map(str, words)])} | true"]
+    done = subprocess.run(head, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "" and done.returncode == 0
 
 
-def test_a_sample_is_printed_as_it_comes(small, monkeypatch, capsys):
-    """Before the next token is computed, and no half of a character."""
-    printed, forward = [], sample.next_logits
+def test_a_sample_is_printed_as_it_comes(write, monkeypatch, capsys):
+    """Words before the next token is computed, and no half of a character."""
+    printed, wanted = [], iter(encode("🙂 and 漢字 and more"))
+    forward = GPT2LMHeadModel.forward
 
-    def look(*args):
+    def look(self, *args, **kwargs):
         printed.append(capsys.readouterr().out)
-        logits = forward(*args)
-        return torch.zeros_like(logits).index_fill_(1, torch.tensor(next(wanted)), 1.0)
+        found = forward(self, *args, **kwargs)
+        found.logits = torch.zeros_like(found.logits).index_fill_(-1, torch.tensor([next(wanted)]), 1.0)
+        return found
 
-    wanted = iter([[token] for token in encode("🙂 and 漢字")])
-    count = len(encode("🙂 and 漢字"))
-    monkeypatch.setattr(sample, "next_logits", look)
-    monkeypatch.setattr(sample, "load_model", lambda name: small[0])
-    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
-    monkeypatch.setattr("sys.argv", ["sample.py", "x", "--temperature", "0", "--tokens", str(count), "--prompt", "Oh "])
-    sample.main()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    printed.append(capsys.readouterr().out)
-    assert printed[0] == "Oh " and "".join(printed) == "Oh 🙂 and 漢字\n"
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", look)
+    count = len(encode("🙂 and 漢字 and more"))
+    printed.append(write(uneven(), "--temperature", 0, "--tokens", count, "--prompt", "Oh "))
+    assert printed[0].strip() == "Oh" and "".join(printed) == "Oh 🙂 and 漢字 and more\n"
     assert len([text for text in printed if text]) >= 5
 
 
@@ -217,6 +213,7 @@ WRONG_SAMPLE = {
     "too many tokens": (["--tokens", "1024"], "1024 positions"),
     "no tokens": (["--tokens", "0"], "at least 1"),
     "temperature": (["--temperature", "-1"], "--temperature"),
+    "a temperature near 0": (["--temperature", "1e-30"], "--temperature"),
     "top-p": (["--top-p", "0"], "--top-p"),
     "device": (["--tokens", "5", "--device", "abacus"], "abacus"),
 }
@@ -225,7 +222,7 @@ WRONG_SAMPLE = {
 @pytest.mark.parametrize("case", WRONG_SAMPLE)
 def test_what_is_wrong_with_a_sample_is_one_line(case, refused, small):
     arguments, pattern = WRONG_SAMPLE[case]
-    refused("pretrain/sample.py", small[2], *arguments, says=pattern)
+    refused("pretrain/sample.py", small, *arguments, says=pattern)
 
 
 @torch.no_grad()

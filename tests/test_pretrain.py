@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import torch.utils.tensorboard
 from checkpoint import load_model
 from conftest import BF16_CPU, EAGER, NO_SCORES, ROOT, nano, save_gpt2, trouble, watch
-from fineweb import write_shard
+from fineweb import shard_path, write_shard
 from test_corpus import TRAIN, encode, train
 from test_hellaswag import write_questions
 
@@ -349,14 +349,18 @@ def test_a_run_on_a_gpu_evaluates_and_goes_on(run, arguments, tmp_path, ranks, m
 
 WRONG_RUN = {
     "no shards": (["--data", "nowhere"], "nowhere: .*No such file"),
-    "an empty folder": (["--data", "empty"], "empty: 0 tokens"),
-    "no training shard": (["--data", "one"], "one: 0 tokens"),
-    "an empty validation shard": (["--data", "hollow"], "hollow: 0 tokens for validation"),
+    "a validation shard too short": (["--data", "shards"], "shards: 100 tokens for validation, T 500 needs 501"),
     "a text too short to hold some out": (["--data", "short.txt"], r"1\d\d tokens for validation, T 500"),
     "a prompt longer than 1024": (["--prompt", "word " * 1100], "--prompt: 1101 tokens"),
-    "HellaSwag that is not JSON": (["--hellaswag", "broken.jsonl"], "HellaSwag, broken.jsonl: line 1 is no example"),
-    "HellaSwag that is not there": (["--hellaswag", "nowhere.jsonl"], "HellaSwag, nowhere.jsonl: .*No such file"),
-    "HellaSwag on a hub that cannot be reached": (["--hellaswag", "Rowan/hellaswag"], "without a network give a JSONL"),
+    "HellaSwag that is not JSON": (
+        ["--hellaswag", "broken.jsonl"],
+        "HellaSwag, broken.jsonl: after 0 .*JSON",
+    ),
+    "HellaSwag that is not there": (["--hellaswag", "nowhere.jsonl"], "HellaSwag, nowhere.jsonl: Unable to find"),
+    "HellaSwag on no hub": (
+        ["--hellaswag", "Rowan/hellaswag"],
+        "the hub; without a network, give a file",
+    ),
     "no evaluation": (["--eval-every", "0"], "at least 1"),
 }
 
@@ -364,11 +368,9 @@ WRONG_RUN = {
 @pytest.mark.parametrize("case", WRONG_RUN)
 def test_what_is_wrong_with_a_run_is_one_line(case, tmp_path, monkeypatch, refused):
     arguments, pattern = WRONG_RUN[case]
-    for name in ("empty", "one", "hollow"):
-        (tmp_path / name).mkdir()
-    write_shard(tmp_path / "one" / "shard_000000.bin", np.arange(9000))
-    write_shard(tmp_path / "hollow" / "shard_000000.bin", np.arange(0))
-    write_shard(tmp_path / "hollow" / "shard_000001.bin", np.arange(9000))
+    (tmp_path / "shards").mkdir()
+    for number, size in enumerate((100, 9000)):
+        write_shard(shard_path(tmp_path / "shards", number), np.arange(size))
     (tmp_path / "short.txt").write_text("word " * 1500)
     (tmp_path / "broken.jsonl").write_text("not JSON\n")
     monkeypatch.chdir(tmp_path)
