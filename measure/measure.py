@@ -13,7 +13,6 @@ cut, the runs of another host are repeated here, last of all.
 
 import argparse
 import datetime
-import hashlib
 import itertools
 import json
 import os
@@ -22,105 +21,26 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import gauge
 import record
 import render
+from commands import TEN, ask, command, execute, rows
 from record import ROOT
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-sys.path.append(str(ROOT / "dev"))
-from ladder import read_ladder
-
-# Set by some containers and by nobody who reads the table: they would change what a script computes in, or keep its
-# compiled kernels where measure.py does not know of them.
-OVERRIDES = """NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE
-    TRITON_CACHE_DIR""".split()
 PROFILED_STEPS = 12  # 4 to settle, 1 to warm the profiler, 3 looked at; fp16 leaves out updates that overflow
 FIT_STEPS = 10
-# By name a machine without DNS may not find itself.
-TORCHRUN = "-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=1 ddp_run.py".split()
-TEN = "speedup_10_fused_adamw.py"
 BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
 MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # the same in all of a measurement
 
 
 class TimeUp(Exception):
     """The budget is spent."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table. `words` follow the Python interpreter's name in its command."""
-
-    name: str
-    words: tuple
-    precision: str
-    before: str | None
-    kind: str  # rung, branch or peer
-
-
-def rows(peers=False, branches=False, only=()):
-    """The rungs of ladder.toml in order; if asked for, its branches, and then the peers: what others would run.
-
-    Of `only` (01 ... 10, ddp, fsdp, fp16) those alone, with the script that each is a diff from. Raises ValueError for
-    one that there is not.
-    """
-    ladder = [rung for rung in read_ladder() if rung.part in ("rung", "branch")]
-    found = [Row(rung.file, (rung.file,), rung.precision, rung.before, rung.part) for rung in ladder]
-    found.append(Row("ddp_run.py under torchrun", tuple(TORCHRUN), "bf16", "ddp_run.py", "peer"))
-    for name, peer, precision in (
-        ("transformers, plain loop", "plain", "float32"),
-        ("transformers, bf16, compiled", "compiled", "bf16"),
-        ("transformers.Trainer", "trainer", "bf16"),
-    ):
-        found.append(Row(name, ("measure/peers.py", peer), precision, TEN, "peer"))
-    short = {rung.number: rung.file for rung in ladder}
-    if unknown := set(only) - set(short):
-        raise ValueError(f"--only {min(unknown)}: it is one of {', '.join(short)}")
-    wanted = {row.name for row in found if not only and row.kind == "rung" or branches and row.kind == "branch"}
-    wanted |= {short[name] for name in only} | {row.name for row in found if peers and row.kind == "peer"}
-    before = {row.before for row in found if row.name in wanted}
-    return [row for row in found if row.name in wanted | before]
-
-
-def command(row, settings, **changed):
-    """The words of a row's command after the interpreter's name."""
-    flags = {name: settings[name] for name in ("model", "batch_size", "seq_len", "steps", "device")} | changed
-    if row.words[-1] in (rung.file for rung in read_ladder()):
-        source = (ROOT / row.words[-1]).read_text(encoding="utf-8")
-        if '"--total-batch-size"' in source:  # one micro-batch per step, as in all the others
-            flags["total_batch_size"] = flags["batch_size"] * flags["seq_len"]
-    return [*row.words, *(str(w) for k, v in flags.items() for w in (f"--{k.replace('_', '-')}", v))]
-
-
-def execute(words, cache, on_step=lambda: None):
-    """Run Python with these words. Returns what it wrote to stdout, to stderr, and its status."""
-    environment = {name: value for name, value in os.environ.items() if name not in OVERRIDES}
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    out = []
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        child = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        try:
-            for line in child.stdout:
-                out.append(line)
-                if line.startswith("step "):
-                    on_step()
-            status = child.wait()
-        finally:  # Ctrl-C, the end of the budget, an error here: nothing goes on training behind the user's back
-            if child.poll() is None:
-                child.terminate()
-                child.wait()
-        errors.seek(0)
-        return "".join(out), errors.read(), status
 
 
 def largest(fits, start=16):
@@ -139,33 +59,30 @@ def largest(fits, start=16):
 class Measurement:
     """A ladder.json in the making. Each run is saved before the next begins."""
 
-    def __init__(self, path, data, plan, host, progress, caches, ends):
+    def __init__(self, path, data, plan, host, progress, caches):
         self.path, self.data, self.plan, self.host, self.progress = path, data, plan, host, progress
-        self.settings, self.caches, self.ends, self.commit = data["settings"], caches, ends, commit()
+        self.settings, self.caches, self.commit = data["settings"], caches, record.commit()
         self.records = {row["name"]: row for row in data["rows"]}
         self.gpu, self.tried = gauge.find_gpu(host["gpu_id"]), set()
-        self.all, self.current = progress.add_task(""), progress.add_task("", visible=False)
+        self.bar, self.stage = progress.add_task(""), ""
 
     def stages(self):
-        """(title, jobs, whether a part of them is worthless), the most important first.
-
-        A job is (its method, its arguments); those that are left, and those that failed before this call.
-        """
+        """(title, jobs), the most important first. A job is (its method, its arguments); done ones are left out."""
         ladder = [row for row in self.plan if row.kind != "peer"]
         peers = [row for row in self.plan if row.kind == "peer"]
         ten = next((row for row in rows() if row.name == TEN), None)
         batches = [(ten, *cell) for cell in BATCHES] if self.settings["batches"] else []
-        yield "peak", self.left([(self.roof, None)]), False
-        yield "pass 1", self.passing(0, ladder), False
-        yield "profile", self.profiling(ladder), False
-        yield "batch sizes", self.left([(self.batch, *cell) for cell in batches]), False
-        yield "pass 1", self.passing(0, peers), False
-        yield "profile", self.profiling(peers), False
+        yield "peak", self.left([(self.roof, None)])
+        yield "pass 1", self.passing(0, ladder)
+        yield "profile", self.profiling(ladder)
+        yield "batch sizes", self.left([(self.batch, *cell) for cell in batches])
+        yield "pass 1", self.passing(0, peers)
+        yield "profile", self.profiling(peers)
         for number in range(self.settings["repeat"]):
-            yield f"pass {number + 1}", self.passing(number, self.plan), True
-        yield "largest batch", self.left([(self.fit, row) for row in self.plan if self.settings["fit"]]), False
+            yield f"pass {number + 1}", self.passing(number, self.plan)
+        yield "largest batch", self.left([(self.fit, row) for row in self.plan if self.settings["fit"]])
         for number in range(self.settings["repeat"]):
-            yield f"pass {number + 1} on one host", self.of_other_hosts(number), True
+            yield f"pass {number + 1} on one host", self.of_other_hosts(number)
 
     def left(self, jobs):
         """Of these jobs the ones with no result, or with one that failed before this call."""
@@ -198,39 +115,18 @@ class Measurement:
         wanted = [row for row in plan if self.settings["profile"] and row.words[0].endswith(".py")]
         return self.left([(self.profile, row) for row in wanted])
 
-    def expected(self, do, row, *more):
-        """Seconds that a job will take, from the runs before it; 0 if nothing is known."""
-        good = {name: [run for run in found["runs"] if not run["error"]] for name, found in self.records.items()}
-        if not row or not good.get(row.name):
-            return max((run["process_s"] for runs in good.values() for run in runs), default=0)
-        last = good[row.name][-1]
-        seconds, step = last["process_s"], record.median_ms(last) / 1000
-        if do == self.batch:
-            seconds += step * self.settings["steps"] * max(0, more[0] / self.settings["batch_size"] - 1)
-        elif do == self.fit:
-            seconds *= 3  # sizes
-        elif self.cache(row).exists() and more != (0,) and last["cold"]:  # its kernels are kept
-            seconds -= last["times_ms"][0] / 1000 - step
-        return seconds
-
     def go(self):
-        """Do all that is left, as far as the budget allows. Raises RuntimeError if every script failed."""
-        for title, jobs, together in self.stages():
+        """Do all that is left. Raises RuntimeError if every script failed."""
+        for title, jobs in self.stages():
             for at, job in enumerate(jobs):
-                needs = [self.expected(*one) for one in (jobs if together and not at else [job])]
-                if time.monotonic() + sum(needs) > self.ends:
-                    break
                 do, row, *more = job
-                self.progress.update(
-                    self.all, description=f"{title}, {at + 1}/{len(jobs)}", completed=at, total=len(jobs)
-                )
-                self.progress.reset(self.current, description=row.name if row else title, visible=True)
+                self.stage = f"{title}, {at + 1}/{len(jobs)}"
+                self.progress.reset(self.bar, description=self.stage)
                 do(row, *more)
                 self.tried.add(job)
-            else:
-                measured = {row.name for do, row, *_ in self.tried if do == self.measure}
-                if measured and all(self.records[name]["median_ms"] is None for name in measured):
-                    raise RuntimeError("every script failed")
+            measured = {row.name for do, row, *_ in self.tried if do == self.measure}
+            if measured and all(self.records[name]["median_ms"] is None for name in measured):
+                raise RuntimeError("every script failed")
 
     def state(self):
         """Which rows each pass has, and what is left."""
@@ -240,7 +136,7 @@ class Measurement:
             done = [name for name, run in runs.items() if run and not run["error"]]
             names = "" if len(done) in (0, len(runs)) else f": {', '.join(done)}"
             lines.append(f"pass {number + 1}: {len(done)} of {len(runs)} rows{names}")
-        return [*lines, f"left: {', '.join(dict.fromkeys(title for title, jobs, _ in self.stages() if jobs))}"]
+        return [*lines, f"left: {', '.join(dict.fromkeys(title for title, jobs in self.stages() if jobs))}"]
 
     # -- one run of each kind
 
@@ -256,18 +152,17 @@ class Measurement:
         if fresh:
             shutil.rmtree(cache, ignore_errors=True)
         steps = changed.get("steps", self.settings["steps"])
-        self.progress.reset(self.current, total=steps, description=f"{row.name}: start and first step")
+        self.progress.reset(self.bar, total=steps, description=f"{self.stage}: {row.name}")
         busy, cold, count, gpu = gauge.busy(self.gpu), not cache.exists(), 0, None
         cache.mkdir(exist_ok=True, parents=True)
 
         def on_step():
             nonlocal count, gpu
             count += 1
-            if count == steps // 2 + 1:
-                gpu = gauge.reading(self.gpu)  # under load
-            self.progress.update(self.current, completed=count, description=row.name)
+            gpu = gauge.reading(self.gpu) if count == steps // 2 + 1 else gpu  # under load
+            self.progress.advance(self.bar)
 
-        about = {"started": now(), "host": self.host["id"], "busy": busy, "cold": cold}
+        about = {"started": record.now(), "host": self.host["id"], "busy": busy, "cold": cold}
         start = time.perf_counter()
         text, errors, status = execute(command(row, self.settings, **changed), cache, on_step)
         about |= {"process_s": round(time.perf_counter() - start, 2), "gpu": gpu}
@@ -280,7 +175,7 @@ class Measurement:
             self.data["commits"].append(self.commit)
         record.summarise(self.data)
         if all(other["runs"] for other in self.data["rows"] if other["kind"] != "peer"):
-            self.data["finished"] = self.data["finished"] or now()  # there is a whole table
+            self.data["finished"] = self.data["finished"] or record.now()  # there is a whole table
         record.save(self.path, self.data)
 
     def next(self, title, row, result):
@@ -355,32 +250,6 @@ class Measurement:
         self.next("largest batch", row, fit["error"] or found)
 
 
-def ask(program, *words):
-    """What a program of this folder prints as JSON. Raises ValueError if it refuses its options, else RuntimeError."""
-    with tempfile.TemporaryDirectory() as cache:
-        text, errors, status = execute([f"measure/{program}", *words], cache)
-    if status:
-        why = record.parse(text, errors, status)["error"].rpartition(": error: ")[2]
-        raise ValueError(why) if status == 2 else RuntimeError(why)
-    return json.loads(text)
-
-
-def commit():
-    """The commit that is measured, marked where a tracked file differs from it; None where git does not know."""
-    if not shutil.which("git"):
-        return None
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    clean = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True).returncode == 0
-    return head.stdout.strip() + ("" if clean else " and uncommitted changes") if head.returncode == 0 else None
-
-
-def sources(plan):
-    """A hash of the scripts that are measured and their text: those of others are another measurement."""
-    files = {word for row in plan for word in row.words if word.endswith(".py")}
-    return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in (*sorted(files), "input.txt"))).hexdigest()
-
-
 def begin(this, plan, name, out, line):
     """(the folder, its measurement): one that is not complete is continued, else a new one begins.
 
@@ -402,14 +271,10 @@ def begin(this, plan, name, out, line):
         words = shlex.join(["python", *command(row, this["settings"])])
         about = {"name": row.name, "kind": row.kind, "before": row.before, "precision": row.precision}
         records.append(about | {"command": words, "runs": [], "profile": None, "fit": None})
-    start = {"command": line, "started": now(), "finished": None, "complete": False, "commits": []}
+    start = {"command": line, "started": record.now(), "finished": None, "complete": False, "commits": []}
     data = this | start | {"hosts": [], "roof": None, "rows": records, "batches": []}
     record.summarise(data)
     return folder, data
-
-
-def now():
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def arguments():
@@ -473,6 +338,8 @@ def look(args):
 def main():
     started = time.monotonic()
     parser, args, line = arguments()
+    # the table and the plots take some seconds
+    ends = started + (60 * args.budget - min(15, 15 * args.budget) if args.budget else float("inf"))
 
     def stop(number, _):
         for other in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
@@ -483,22 +350,21 @@ def main():
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, stop)
-    # the table and the plots take some seconds
-    ends = started + (60 * args.budget - min(15, 15 * args.budget) if args.budget else float("inf"))
     try:
         settings, machine, host, name = look(args)
         plan = rows(args.peers, args.branches, args.only)
-        this = {"settings": settings, "machine": machine, "sources_sha256": sources(plan)}
+        sources = record.sources(row.words for row in plan)
+        this = {"settings": settings, "machine": machine, "sources_sha256": sources}
         folder, data = begin(this, plan, name, args.out, line)
         new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
 
-    done = ""
-    if data["complete"]:
-        again = any(row["error"] for row in data["rows"])
-        done = f" (measured already: {'what failed is tried again' if again else 'move it away to measure anew'})"
+    next_time = (
+        "what failed is tried again" if any(r["error"] for r in data["rows"]) else "move it away to measure anew"
+    )
+    done = f" (measured already: {next_time})" if data["complete"] else ""
     print(f"{settings['model']}, B {settings['batch_size']}, T {settings['seq_len']} -> {folder}{done}", flush=True)
     bar = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     try:
@@ -507,7 +373,7 @@ def main():
             Progress(*bar, transient=True) as progress,
         ):
             caches = args.cache.resolve() if args.cache else Path(temporary)
-            measurement = Measurement(folder / "ladder.json", data, plan, host, progress, caches, ends)
+            measurement = Measurement(folder / "ladder.json", data, plan, host, progress, caches)
             try:
                 if args.budget:
                     signal.setitimer(signal.ITIMER_REAL, max(ends - time.monotonic(), 0.001))
@@ -515,7 +381,7 @@ def main():
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except TimeUp:
                 measurement.say("the budget is spent")
-            data["complete"] = not any(jobs for _, jobs, _ in measurement.stages())
+            data["complete"] = not any(jobs for _, jobs in measurement.stages())
             record.summarise(data)
             record.save(folder / "ladder.json", data)
     except (OSError, ValueError) as error:
@@ -526,10 +392,8 @@ def main():
         if (folder / "ladder.json").exists():
             render.write(folder)
             if not data["complete"]:
-                print(*measurement.state(), sep="\n")
-                print(
-                    f"{'there is more to measure' if data['finished'] else 'not finished'}: run the same command again"
-                )
+                how_far = "there is more to measure" if data["finished"] else "not finished"
+                print(*measurement.state(), f"{how_far}: run the same command again", sep="\n")
         elif new:
             shutil.rmtree(folder)  # nothing was measured
 

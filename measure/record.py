@@ -1,9 +1,13 @@
 """A measurement as data: a script's log read, the figures that follow from its runs, and results/*/ladder.json."""
 
+import datetime
+import hashlib
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import jsonschema
@@ -142,3 +146,23 @@ def save(path, data):
     new = Path(path).with_suffix(".new")
     new.write_text(text + "\n", encoding="utf-8")
     os.replace(new, path)
+
+
+def commit():
+    """The commit that is measured, marked where a tracked file differs from it; None where git does not know."""
+    if not shutil.which("git"):
+        return None
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    clean = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True).returncode == 0
+    return head.stdout.strip() + ("" if clean else " and uncommitted changes") if head.returncode == 0 else None
+
+
+def sources(commands):
+    """A hash of the programs in these commands and of the text: those of others are another measurement."""
+    files = {word for words in commands for word in words if word.endswith(".py")}
+    return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in (*sorted(files), "input.txt"))).hexdigest()
+
+
+def now():
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -571,10 +571,9 @@ def test_the_budget_ends_a_run_that_is_too_long_and_what_was_measured_stays(made
 def in_process(monkeypatch, tmp_path):
     """Call measure.py in this process, on scripts that take no time. Returns what it printed and the record.
 
-    `cut` ends it after so many runs, as Ctrl-C or the budget would; `host` has another CPU and driver than any other;
-    `clock` is the time that the budget is held against, and each run takes `seconds` of it.
+    `cut` ends it after so many runs, as Ctrl-C or the budget would; `host` has another CPU and driver than any other.
     """
-    state = SimpleNamespace(clock=0.0, seconds=1.0, host="one", left=None, ran=[])
+    state = SimpleNamespace(clock=0.0, host="one", left=None, ran=[])
 
     def ask(tool, *words):
         if tool == "roof.py":
@@ -585,7 +584,7 @@ def in_process(monkeypatch, tmp_path):
         state.left = state.left and state.left - 1
         if state.left == 0:
             raise measure.TimeUp
-        state.clock += state.seconds
+        state.clock += 1
         state.ran.append(shlex.join(words))
         cold = cache.exists() and not list(cache.iterdir())
         (cache / "kernels").mkdir(exist_ok=True)
@@ -609,7 +608,7 @@ def in_process(monkeypatch, tmp_path):
     for owner, name, value in (
         (measure, "ask", ask),
         (measure, "execute", execute),
-        (measure, "commit", lambda: "0" * 40),
+        (record, "commit", lambda: "0" * 40),
         (measure.gauge, "busy", lambda gpu: None),
         (measure, "time", SimpleNamespace(monotonic=lambda: state.clock, perf_counter=lambda: state.clock)),
         (render, "write", lambda folder: None),
@@ -682,25 +681,24 @@ def test_another_gpu_torch_or_cuda_is_another_measurement(in_process, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "minutes, expected",
+    "runs, expected",
     [
-        (1, {"ladder": 4}),
-        (2.5, {"ladder": 12, "profile": 1}),
-        (5, {"ladder": 12, "profile": 12, "batches": 4}),
-        (8, {"ladder": 12, "profile": 15, "batches": 6, "peers": 4}),  # and no part of a pass that does not fit
-        (13, {"ladder": 24, "profile": 15, "batches": 6, "peers": 8}),
+        (4, {"ladder": 4}),
+        (13, {"ladder": 12, "profile": 1}),
+        (28, {"ladder": 12, "profile": 12, "batches": 4}),
+        (34, {"ladder": 12, "profile": 12, "batches": 6, "peers": 4}),
+        (38, {"ladder": 13, "profile": 15, "batches": 6, "peers": 4}),
+        (53, {"ladder": 24, "profile": 15, "batches": 6, "peers": 8}),
     ],
 )
-def test_a_budget_is_spent_in_the_order_of_worth(in_process, minutes, expected):
-    in_process.state.seconds = 10.0
-    data = in_process.call("--repeat", 2, "--peers", "--profile", "--batches", "--budget", minutes)
+def test_what_a_budget_is_spent_on_first_is_worth_most(in_process, runs, expected):
+    data = in_process.call("--repeat", 2, "--peers", "--profile", "--batches", cut=runs)
     ran = {kind: 0 for kind in ("ladder", "profile", "batches", "peers")}
     for line in in_process.state.ran:
         kind = "profile" if "kernels.py" in line else "batches" if "--compile-mode" in line else "ladder"
         ran["peers" if re.match("measure/peers.py|-m torch", line) else kind] += 1
     assert ran == dict.fromkeys(ran, 0) | expected
-    assert bool(data["finished"]) == (ran["ladder"] >= 12) and data["complete"] == (minutes == 13)
-    assert in_process.state.clock <= 60 * minutes
+    assert bool(data["finished"]) == (ran["ladder"] >= 12) and data["complete"] == (runs == 53)
 
 
 def test_every_first_pass_compiles_with_nothing_in_the_cache_and_no_other(in_process, tmp_path):

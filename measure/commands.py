@@ -1,0 +1,101 @@
+"""What is run: the rows of the table, their commands, and a process in which nothing but the script decides."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+
+import record
+from record import ROOT
+
+sys.path.append(str(ROOT / "dev"))
+from ladder import read_ladder
+
+# Set by some containers and by nobody who reads the table: they would change what a script computes in, or keep its
+# compiled kernels where measure.py does not know of them.
+OVERRIDES = """NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE
+    TRITON_CACHE_DIR""".split()
+# By name a machine without DNS may not find itself.
+TORCHRUN = "-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=1 ddp_run.py".split()
+TEN = "speedup_10_fused_adamw.py"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. `words` follow the Python interpreter's name in its command."""
+
+    name: str
+    words: tuple
+    precision: str
+    before: str | None
+    kind: str  # rung, branch or peer
+    accumulates: bool = False  # it has --total-batch-size
+
+
+def rows(peers=False, branches=False, only=()):
+    """The rungs of ladder.toml in order; if asked for, its branches, and then the peers: what others would run.
+
+    Of `only` (01 ... 10, ddp, fsdp, fp16) those alone, with the script that each is a diff from. Raises ValueError for
+    one that there is not.
+    """
+    ladder = [rung for rung in read_ladder() if rung.part in ("rung", "branch")]
+    found = [
+        Row(rung.file, (rung.file,), rung.precision, rung.before, rung.part, rung.kind == "scale") for rung in ladder
+    ]
+    found.append(Row("ddp_run.py under torchrun", tuple(TORCHRUN), "bf16", "ddp_run.py", "peer", True))
+    for name, peer, precision in (
+        ("transformers, plain loop", "plain", "float32"),
+        ("transformers, bf16, compiled", "compiled", "bf16"),
+        ("transformers.Trainer", "trainer", "bf16"),
+    ):
+        found.append(Row(name, ("measure/peers.py", peer), precision, TEN, "peer"))
+    short = {rung.number: rung.file for rung in ladder}
+    if unknown := set(only) - set(short):
+        raise ValueError(f"--only {min(unknown)}: it is one of {', '.join(short)}")
+    wanted = {row.name for row in found if not only and row.kind == "rung" or branches and row.kind == "branch"}
+    wanted |= {short[name] for name in only} | {row.name for row in found if peers and row.kind == "peer"}
+    before = {row.before for row in found if row.name in wanted}
+    return [row for row in found if row.name in wanted | before]
+
+
+def command(row, settings, **changed):
+    """The words of a row's command after the interpreter's name."""
+    flags = {name: settings[name] for name in ("model", "batch_size", "seq_len", "steps", "device")} | changed
+    if row.accumulates:  # one micro-batch per step, as in all the others
+        flags["total_batch_size"] = flags["batch_size"] * flags["seq_len"]
+    return [*row.words, *(str(w) for k, v in flags.items() for w in (f"--{k.replace('_', '-')}", v))]
+
+
+def execute(words, cache, on_step=lambda: None):
+    """Run Python with these words. Returns what it wrote to stdout, to stderr, and its status."""
+    environment = {name: value for name, value in os.environ.items() if name not in OVERRIDES}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    out = []
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        child = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        try:
+            for line in child.stdout:
+                out.append(line)
+                if line.startswith("step "):
+                    on_step()
+            status = child.wait()
+        finally:  # Ctrl-C, the end of the budget, an error here: nothing goes on training behind the user's back
+            if child.poll() is None:
+                child.terminate()
+                child.wait()
+        errors.seek(0)
+        return "".join(out), errors.read(), status
+
+
+def ask(program, *words):
+    """What a program of this folder prints as JSON. Raises ValueError if it refuses its options, else RuntimeError."""
+    with tempfile.TemporaryDirectory() as cache:
+        text, errors, status = execute([f"measure/{program}", *words], cache)
+    if status:
+        why = record.parse(text, errors, status)["error"].rpartition(": error: ")[2]
+        raise ValueError(why) if status == 2 else RuntimeError(why)
+    return json.loads(text)
