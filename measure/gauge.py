@@ -28,6 +28,8 @@ def find_gpu(wanted):
 
 def reading(gpu):
     """SM clock in MHz, power and its limit in W, temperature in °C; None for what cannot be read, and without a GPU."""
+    if gpu is None:
+        return None
 
     def ask(what, *kind, unit=1):
         try:
@@ -35,7 +37,7 @@ def reading(gpu):
         except pynvml.NVMLError:
             return None
 
-    return None if gpu is None else {
+    return {
         "clock_mhz": ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
         "power_w": ask(pynvml.nvmlDeviceGetPowerUsage, unit=1000),
         "power_limit_w": ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, unit=1000),
