@@ -2,6 +2,8 @@ PYTHON ?= python3
 # Three at a time, for two cores: one of them is often waiting.
 PYTEST = .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
+.SUFFIXES: # no built-in rules: they would link diff- from diff-.o
+
 help:
 	@echo 'make run         train with rung 10; ARGS="--steps 200" passes options on, as in all that have ARGS'
 	@echo 'make diff-03     what rung 03 changes; diff-ddp, diff-long, diff-train, diff-fsdp, diff-fp16'

@@ -14,20 +14,18 @@ from ladder import ROOT, code_diff, read_ladder, split
 
 def show(rung):
     """The docstring of a rung and its diff, with the line numbers of the files. Raises OSError, ValueError."""
-    sources = [(ROOT / file).read_text(encoding="utf-8") for file in (rung.before, rung.file)]
-    docstrings = [split(source)[0] for source in sources]
+    before, after = (split((ROOT / file).read_text(encoding="utf-8"))[0] for file in (rung.before, rung.file))
+    old, new = before.count("\n"), after.count("\n")
     options = ["--color=never"]
     if sys.stdout.isatty():
         removed = re.findall(r"^@@ -\d+,(\d+)", code_diff(rung.before, rung.file, "-U0"), re.MULTILINE)
         several = any(int(lines) > 1 for lines in removed)  # lines that one idea replaces: their words are not compared
         options = ["--color=always"] if several else ["--word-diff=color"]
-    diff = code_diff(rung.before, rung.file, *options)
 
     def in_the_file(hunk):
-        old, new = (int(hunk[side]) + docstring.count("\n") for side, docstring in zip((1, 3), docstrings, strict=True))
-        return f"@@ -{old}{hunk[2]} +{new}{hunk[4]} @@"
+        return f"@@ -{int(hunk[1]) + old}{hunk[2]} +{int(hunk[3]) + new}"
 
-    return docstrings[1] + re.sub(r"@@ -(\d+)(\S*) \+(\d+)(\S*) @@", in_the_file, diff)
+    return after + re.sub(r"@@ -(\d+)(\S*) \+(\d+)", in_the_file, code_diff(rung.before, rung.file, *options))
 
 
 def main():

@@ -1,5 +1,6 @@
 """The ladder as ladder.toml lists it, and how many lines each script changes."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -40,41 +41,36 @@ class Rung:
 
 def read_toml(name):
     """The tables of a file of the project. Raises ValueError if it is not TOML."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        try:
-            import tomli as tomllib
-        except ImportError:
-            raise ValueError("Python 3.10 reads TOML with tomli: pip install tomli") from None
-
-    return tomllib.loads((ROOT / name).read_text(encoding="utf-8"))
+    try:
+        toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    except ImportError:
+        raise ValueError("Python 3.10 reads TOML with tomli: pip install tomli") from None
+    return toml.loads((ROOT / name).read_text(encoding="utf-8"))
 
 
 def read_ladder():
     """The rungs in order. Raises ValueError for a row that is not as ladder.toml says it should be."""
-    rungs, tables = [], read_toml("ladder.toml")
+    rungs, tables = {}, read_toml("ladder.toml")  # rungs by file
     if unknown := tables.keys() - set(PARTS):
         raise ValueError(f"ladder.toml: [[{min(unknown)}]]: a table is one of {', '.join(PARTS)}")
     for part, row in [(name, row) for name in PARTS for row in tables.get(name, [])]:
-        above = [rung.file for rung in rungs]
-        row = {"before": above[-1] if part == "rung" and above else None} | row
-        row.setdefault("precision", next((r.precision for r in rungs if r.file == row["before"]), ""))
+        row = {"before": list(rungs)[-1] if part == "rung" and rungs else None, "kind": ""} | row
         try:
-            if row["before"] not in (above or [None]):
+            if row["before"] not in (rungs or [None]):
                 raise ValueError(f"{row['before']}, which it is a diff from, is not above it")
-            if row["file"] in above:
+            if row["file"] in rungs:
                 raise ValueError("it has two rows")
-            if above and not (isinstance(row["touches"], list) and isinstance(row["limit"], int)):
-                raise ValueError("touches is a list, limit a number")
-            if row["precision"] not in PRECISIONS:
-                raise ValueError(f"precision is one of {', '.join(PRECISIONS)}")
-            if row.get("kind", "") not in KINDS:
-                raise ValueError(f"kind is one of {', '.join(KINDS[1:])}")
-            rungs.append(Rung(part=part, **row))
+            if rungs:
+                row = {"precision": rungs[row["before"]].precision} | row
+                if not (isinstance(row["touches"], list) and isinstance(row["limit"], int)):
+                    raise ValueError("touches is a list, limit a number")
+            for field, allowed in ("precision", PRECISIONS), ("kind", KINDS):
+                if row[field] not in allowed:
+                    raise ValueError(f"{field} is one of {', '.join(filter(None, allowed))}")
+            rungs[row["file"]] = Rung(part=part, **row)
         except (KeyError, TypeError, ValueError) as error:  # a field too few, too many, or wrong
             raise ValueError(f"ladder.toml: {row.get('file')}: {error}") from None
-    return rungs
+    return list(rungs.values())
 
 
 def split(source):

@@ -20,6 +20,18 @@ from pathlib import Path
 
 from ladder import MARKS, ROOT, read_ladder, split
 
+OWN = "has uncommitted changes of its own (if they are an edit carried before, git restore it and the files above it)"
+SAYS = {  # of a script that an edit reaches: what --check says, and what a run says
+    "same": ("has it", "had it"),
+    "clean": ("lags behind", "carried"),
+    "conflict": ("lags behind, and will conflict", "CONFLICT, marked in the file"),
+    "wait": ("lags behind", "waits for a conflict"),
+    # with one of these a run ends before it has changed anything
+    "marked": ("has the marks of a conflict", "still has the marks of a conflict: mend it, and go on from there"),
+    "mended": ("has lines of its own where the edit conflicts", OWN),
+    "own": ("differs, and has uncommitted changes of its own", OWN),
+}
+
 
 def git(*command):
     """What git prints, and its status. Raises ValueError, with git's own words, where it did not do its work."""
@@ -29,81 +41,107 @@ def git(*command):
     return done.stdout.decode(), done.returncode
 
 
-def read(file):
-    return (ROOT / file).read_bytes().decode()  # byte for byte: no line ending is translated
+def is_new(script):
+    return not git("ls-tree", "--name-only", "HEAD", "--", script)[0]
 
 
-def write(file, text):
+def at_head(script, before):
+    """Its code at HEAD. A script that HEAD has not is an edit of the one before it."""
+    return split(git("show", f"HEAD:./{before[script] if is_new(script) else script}")[0])[1]
+
+
+def read(script):
+    """(its docstring, its code), byte for byte: no line ending is translated."""
+    return split((ROOT / script).read_bytes().decode())
+
+
+def write(script, text):
     """The whole file or nothing, whatever happens on the way."""
-    with tempfile.NamedTemporaryFile(dir=(ROOT / file).parent, delete=False) as new:
-        try:
-            new.write(text.encode())
-            new.close()
-            shutil.copymode(ROOT / file, new.name)
-            os.replace(new.name, ROOT / file)
-        except BaseException:
-            os.unlink(new.name)
-            raise
+    path, new = ROOT / script, ROOT / f"{script}.new"
+    try:
+        new.write_bytes(text.encode())
+        shutil.copymode(path, new)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
-def is_new(file):
-    return not git("ls-tree", "--name-only", "HEAD", "--", file)[0]
-
-
-def at_head(file, before):
-    """The text of a file at HEAD. A file that HEAD has not is an edit of the one before it."""
-    return git("show", f"HEAD:./{before[file] if is_new(file) else file}")[0]
-
-
-def merge(file, text, source, base, edited):
-    """The text of a file with its neighbour's edit, base -> edited, and whether there is a conflict in it."""
-    docstring, ours = split(text)
+def merge(script, code, edit, *options):
+    """The code of a script with its neighbour's edit (whose, from, to), and the number of conflicts in it."""
+    whose, *sides = edit
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder, side) for side in ("ours", "base", "theirs")]
-        for path, side in zip(paths, (ours, split(base)[1], split(edited)[1]), strict=True):
+        paths = [Path(folder, name) for name in ("ours", "base", "theirs")]
+        for path, side in zip(paths, (code, *sides), strict=True):
             path.write_bytes(side.encode())
-        labels = "-L", file, "-L", f"{source} at HEAD", "-L", f"{source} as edited"
-        merged, conflicts = git("merge-file", "-p", *labels, *paths)
-    return docstring + merged, conflicts > 0
+        labels = "-L", script, "-L", f"{whose} at HEAD", "-L", f"{whose} as edited"
+        return git("merge-file", "-p", *options, *labels, *paths)
 
 
-def way(file, before, down):
-    """The pairs (from, to) in the order in which an edit of a file travels."""
-    reached, pairs = [file], []
-    while down and before[reached[-1]]:
-        pairs.append((reached[-1], before[reached[-1]]))
-        reached.append(before[reached[-1]])
-    for target, source in before.items():
-        if source in reached and target not in reached:
-            pairs.append((source, target))
-            reached.append(target)
-    return pairs
-
-
-def plan(file, before, down):
-    """The files that an edit is to reach, in order: (file before, file, what is to be done, its text with the edit)."""
-    edits = {file: (file, at_head(file, before), read(file))}  # file -> the edit it passes on: whose, from, to
-    waiting = set()  # for a conflict to be mended
-    for source, target in way(file, before, down):
-        head, now = at_head(target, before), read(target)
-        merged, conflict = merge(target, now, *edits[source])
-        own = split(now)[1] != split(head)[1]
+def plan(source, edit, before, down, came_from=None, waiting=False):
+    """All that an edit reaches from a script: (from which neighbour, script, its state, its code with the edit)."""
+    neighbours = [before[source]] if down and before[source] else []
+    neighbours += [script for script in before if before[script] == source]
+    for script in neighbours:
+        if script == came_from:
+            continue
+        head, now = at_head(script, before), read(script)[1]
+        merged, conflicts = merge(script, now, edit)
         if MARKS.search(now):
-            todo = "mend"
+            state = "marked"
         elif merged == now:
-            todo = "nothing"
-        elif own:
-            todo = "refuse"
-        elif source in waiting:
-            todo = "wait"
+            state = "same"
+        elif now != head:  # mended: what was committed would conflict, and all else of the edit is there
+            mended = merge(script, head, edit)[1] and merge(script, now, edit, "--ours")[0] == now
+            state = "mended" if mended else "own"
+        elif waiting:
+            state = "wait"
         else:
-            todo = "mark" if conflict else "carry"
-        if todo in ("mark", "mend", "wait"):
-            waiting.add(target)
-        edits[target] = edits[source]
-        if todo == "carry" or (own and todo != "mend"):
-            edits[target] = target, head, merged if todo == "carry" else now
-        yield source, target, todo, merged
+            state = "conflict" if conflicts else "clean"
+        yield source, script, state, merged
+        after = merged if state == "clean" else now
+        passed_on = edit if after == head or state == "marked" else (script, head, after)
+        yield from plan(script, passed_on, before, down, source, state in ("conflict", "wait", "marked"))
+
+
+def propagate(name, down, check):
+    """Carry the edit of a script, or look who lags behind, and say so. Returns whether something is left to do."""
+    before = {rung.file: rung.before for rung in read_ladder()}
+    file = name if name in before else Path(os.path.relpath(name, ROOT)).as_posix()
+    if file not in before:
+        raise ValueError(f"{name} is not in ladder.toml")
+    head, now = at_head(file, before), read(file)[1]
+    if MARKS.search(now):
+        raise ValueError(f"{file} still has the marks of a conflict")
+    if down and is_new(file):
+        raise ValueError(f"{file} is new: its idea goes up, not down")
+    if now == head:
+        print(f"{file} is as it was committed, docstring aside: nothing to carry")
+        print("(an edit that is committed already: git reset --soft HEAD~1 takes the commit back and leaves the edit)")
+        return False
+    steps = list(plan(file, (file, head, now), before, down))
+    if not steps:
+        print(f"no script stands on {file}: nothing to carry it into")
+    if check:
+        for _, script, state, _ in steps:
+            print(f"{script}: {SAYS[state][0]}")
+        return any(state not in ("same", "mended") for _, _, state, _ in steps)
+    for _, script, state, _ in steps:
+        if state in ("marked", "mended", "own"):
+            raise ValueError(f"{script} {SAYS[state][1]}")
+    for _, script, state, code in steps:
+        try:
+            if state in ("clean", "conflict"):
+                write(script, read(script)[0] + code)
+        except OSError as error:
+            raise ValueError(f"{script} could not be written, the files listed above were: {error}") from None
+        print(f"{script}: {SAYS[state][1]}")
+    waited_for = {source for source, _, state, _ in steps if state == "wait"}
+    conflicts = [(source, script) for source, script, state, _ in steps if state == "conflict"]
+    for source, script in conflicts:
+        print(f"Mend {script} from <<<<<<< to >>>>>>>{', then go on with:' if script in waited_for else ''}")
+        if script in waited_for:
+            print(f"    python dev/propagate.py {'--down ' if before[source] == script else ''}{script}")
+    return bool(conflicts)
 
 
 def main():
@@ -113,49 +151,9 @@ def main():
     parser.add_argument("--check", action="store_true", help="say which files lag behind, and change nothing")
     args = parser.parse_args()
     try:
-        before = {rung.file: rung.before for rung in read_ladder()}
-        file = args.file if args.file in before else Path(os.path.relpath(args.file, ROOT)).as_posix()
-        if file not in before:
-            raise ValueError(f"{args.file} is not in ladder.toml")
-        if MARKS.search(read(file)):
-            raise ValueError(f"{file} still has the marks of a conflict")
-        if args.down and is_new(file):
-            raise ValueError(f"{file} is new: its idea goes up, not down")
-        edited = split(read(file))[1] != split(at_head(file, before))[1]
-        steps = list(plan(file, before, args.down)) if edited else []
+        sys.exit(propagate(args.file, args.down, args.check))
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
-    if not edited:
-        print(f"{file} is as it was committed, docstring aside: nothing to carry")
-        print("(an edit that is committed already: git reset --soft HEAD~1 takes the commit back and leaves the edit)")
-    elif not steps:
-        print(f"no script stands on {file}: nothing to carry it into")
-    if args.check:
-        says = dict(nothing="has it", carry="lags behind", wait="lags behind", mark="lags behind, and will conflict")
-        says |= dict(refuse="differs, and has uncommitted changes of its own", mend="has the marks of a conflict")
-        for _, target, todo, _ in steps:
-            print(f"{target}: {says[todo]}")
-        sys.exit(any(todo != "nothing" for _, _, todo, _ in steps))
-    if marked := [target for _, target, todo, _ in steps if todo == "mend"]:
-        parser.error(f"{marked[0]} still has the marks of a conflict: mend it, and go on from there")
-    if own := [target for _, target, todo, _ in steps if todo == "refuse"]:
-        hint = "if they are an edit carried before, git restore it and the files above it"
-        parser.error(f"{own[0]} has uncommitted changes of its own ({hint})")
-    says = dict(nothing="had it", carry="carried", mark="CONFLICT, marked in the file", wait="waits for a conflict")
-    for _, target, todo, text in steps:
-        try:
-            if todo in ("carry", "mark"):
-                write(target, text)
-        except OSError as error:
-            parser.error(f"{target} could not be written, the files listed above were: {error}")
-        print(f"{target}: {says[todo]}")
-    waits = {source for source, _, todo, _ in steps if todo == "wait"}
-    for source, target, todo, _ in steps:
-        if todo == "mark":
-            print(f"Mend {target} from <<<<<<< to >>>>>>>{', then go on with:' if target in waits else ''}")
-            if target in waits:
-                print(f"    python dev/propagate.py {'--down ' if before[source] == target else ''}{target}")
-    sys.exit(any(todo == "mark" for _, _, todo, _ in steps))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ HEAD = """
 """
 
 
-def table():
-    """The README's table, in Markdown."""
+def with_table(readme):
+    """The README's text with the table as it is now."""
     rows = []
     for rung in read_ladder():
         lines = ""
@@ -21,13 +21,8 @@ def table():
             lines = f"+{added} −{removed} in {', '.join(f'`{name}`' for name in rung.touches)}"
         cells = f"[`{rung.file}`]({rung.file})", rung.kind, rung.idea, lines, rung.why, rung.when_not
         rows.append(f"| {' | '.join(cells)} |\n")
-    return HEAD + "".join(rows) + "\n"
-
-
-def with_table(readme):
-    """The README's text with the table as it is now."""
     start, end = readme.index(BEGIN) + len(BEGIN), readme.index(END)
-    return readme[:start] + table() + readme[end:]
+    return readme[:start] + HEAD + "".join(rows) + "\n" + readme[end:]
 
 
 if __name__ == "__main__":

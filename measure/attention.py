@@ -16,14 +16,13 @@ import platform
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from device import add_device, out_of_memory, seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.benchmark import Timer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
@@ -42,43 +41,27 @@ def written_out(q, k, v):
     return F.softmax(att, dim=-1) @ v
 
 
-def by(backend):
-    """Attention by one kernel of PyTorch. What it returns raises RuntimeError where the device has no such kernel."""
-
-    def attention(q, k, v):
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return attention
-
-
-ATTENTION = {
+fused = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+ATTENTION = {  # a kernel raises RuntimeError where the device or the dtype has no such
     "written out": written_out,
-    "math": by(SDPBackend.MATH),
-    "flash": by(SDPBackend.FLASH_ATTENTION),
-    "memory-efficient": by(SDPBackend.EFFICIENT_ATTENTION),
-    "cuDNN": by(SDPBackend.CUDNN_ATTENTION),
+    "math": sdpa_kernel(SDPBackend.MATH)(fused),
+    "flash": sdpa_kernel(SDPBackend.FLASH_ATTENTION)(fused),
+    "memory-efficient": sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)(fused),
+    "cuDNN": sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(fused),
 }
 
 
 def passes(attention, q, k, v):
     """The two things that are timed: the forward pass alone, and with the backward pass of a gradient of ones."""
 
+    @torch.no_grad()
     def forward():
-        with torch.no_grad():
-            return attention(q, k, v)
+        return attention(q, k, v)
 
     def both():
         return torch.autograd.grad(attention(q, k, v), (q, k, v), torch.ones_like(q))
 
     return forward, both
-
-
-def clock(device):
-    """The time when this device has done all that was queued: Timer's own clock asks the current GPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
 
 
 def peak_bytes(function, device):
@@ -101,66 +84,68 @@ def peak_bytes(function, device):
     return max(event["Total Allocated"] for event in found) - found[0]["Total Allocated"] + found[0]["Bytes"]
 
 
+def bench(q, k, v):
+    """By kind of attention: MiB held at most, or why it does not run; and of those that run the ms of both passes."""
+    memory, times = {}, {}
+    for kind, attention in ATTENTION.items():
+        both = passes(attention, q, k, v)[1]
+        try:
+            both()  # the first call loads kernels
+            memory[kind] = peak_bytes(both, q.device) / 2**20
+            times[kind] = [], []
+        except RuntimeError as error:
+            memory[kind] = "out of memory" if out_of_memory(error) else "no such kernel here"
+    for _ in range(3):
+        for kind, taken in times.items():
+            for ms, function in zip(taken, passes(ATTENTION[kind], q, k, v), strict=True):
+                ms.append(1000 * seconds("f()", q.device, min_run_time=0.2, f=function))
+    return memory, times
+
+
+def cell(ms, written_out_ms):
+    median, spread = statistics.median(ms), f"({min(ms):.3f}-{max(ms):.3f})"
+    return f"{median:10.3f} {spread:19} {statistics.median(written_out_ms) / median:5.2f} x"
+
+
+def default_dtype(device):
+    """bf16, unless the device has none or only emulates it."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "fp16"
+    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return "float32"
+    return "bf16"
+
+
 def main():
-    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], help="T, tokens")
     parser.add_argument("--batch-size", type=int, default=4, help="B, sequences, default 4")
     parser.add_argument("--heads", type=int, default=12, help="default 12, as GPT-2 124M")
     parser.add_argument("--head-size", type=int, default=64, help="default 64")
     parser.add_argument("--dtype", choices=DTYPES, help="default bf16, or fp16 or float32 if the device has no bf16")
-    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    add_device(parser)
     args = parser.parse_args()
-    B, n_head, head_size = args.batch_size, args.heads, args.head_size
+    B, n_head, head_size, device = args.batch_size, args.heads, args.head_size, args.device
     if min(B, n_head, head_size, *args.seq_lens) < 1:
         parser.error("every number must be at least 1")
-    try:
-        device = torch.device(args.device)
-        torch.zeros(1, device=device)
-    except (AssertionError, RuntimeError) as error:  # torch's way to say that there is no such device
-        parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")
-    if args.dtype:
-        name = args.dtype
-    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        name = "fp16"
-    elif device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        name = "float32"
-    else:
-        name = "bf16"
-    module = torch.get_device_module(device)
+    dtype, module = args.dtype or default_dtype(device), torch.get_device_module(device)
     chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
-    print(f"device {device} ({chip}) | torch {torch.__version__} | {name} | B {B}, {n_head} heads of {head_size}")
+    print(f"device {device} ({chip}) | torch {torch.__version__} | {dtype} | B {B}, {n_head} heads of {head_size}")
     print("ms: median of 3 rounds in turns (least-largest) and times as fast as written out; MiB: held at most")
     print(f"{'T':>6}  {'attention':16} {'forward':>10} {'':28} {'and backward':>12} {'':25} {'MiB':>9}")
     warnings.filterwarnings("ignore")  # why a kernel does not run: it is left out below
     for T in args.seq_lens:
         shape = B, n_head, T, head_size
         try:
-            q, k, v = (torch.randn(shape, device=device, dtype=DTYPES[name], requires_grad=True) for _ in range(3))
+            q, k, v = (torch.randn(shape, device=device, dtype=DTYPES[dtype], requires_grad=True) for _ in range(3))
         except RuntimeError as error:
             sys.exit(f"{parser.prog}: error: no inputs of T {T}: {' '.join(str(error).split())[:200]}")
-        memory, times, missing = {}, {}, {}
-        for kind, attention in ATTENTION.items():
-            try:
-                passes(attention, q, k, v)[1]()  # the first call loads kernels
-                memory[kind] = peak_bytes(passes(attention, q, k, v)[1], device) / 2**20
-            except RuntimeError as error:  # no such kernel for this device and dtype, or too much for the memory
-                words = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
-                full = any(said in str(error) for said in words)
-                missing[kind] = "out of memory" if full else "no such kernel here"
-        for _ in range(3):
-            for kind in memory:
-                for i, function in enumerate(passes(ATTENTION[kind], q, k, v)):
-                    options = {"timer": functools.partial(clock, device), "num_threads": torch.get_num_threads()}
-                    timer = Timer("f()", globals={"f": function}, **options)
-                    times.setdefault((kind, i), []).append(1000 * timer.blocked_autorange(min_run_time=0.2).median)
-        for kind in ATTENTION:
-            cells = []
-            for i in range(2 if kind in memory else 0):
-                median, first = statistics.median(times[kind, i]), times.get(("written out", i), [math.nan])
-                spread = f"({min(times[kind, i]):.3f}-{max(times[kind, i]):.3f})"
-                cells.append(f"{median:10.3f} {spread:19} {statistics.median(first) / median:5.2f} x")
-            row = f"{'  '.join(cells)} {memory[kind]:9.1f}" if cells else f"{missing[kind]:>28}"
+        memory, times = bench(q, k, v)
+        for kind, most in memory.items():
+            row = f"{most:>28}"
+            if kind in times:
+                first = times.get("written out", ([math.nan], [math.nan]))
+                row = f"{'  '.join(map(cell, times[kind], first))} {most:9.1f}"
             print(f"{T:6}  {kind:16} {row}", flush=True)
 
 

@@ -30,19 +30,19 @@ def reading(gpu):
     """SM clock in MHz, power and its limit in W, temperature in °C; None for what cannot be read, and without a GPU."""
     if gpu is None:
         return None
-    asked = {
-        "clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
-        "power_w": lambda: round(pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
-        "power_limit_w": lambda: round(pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000),
-        "temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
-    }
-    found = {}
-    for name, ask in asked.items():
+
+    def ask(what, *kind, unit=1):
         try:
-            found[name] = ask()
+            return round(what(gpu, *kind) / unit)
         except pynvml.NVMLError:
-            found[name] = None
-    return found
+            return None
+
+    return {
+        "clock_mhz": ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
+        "power_w": ask(pynvml.nvmlDeviceGetPowerUsage, unit=1000),
+        "power_limit_w": ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, unit=1000),
+        "temperature_c": ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
+    }
 
 
 def busy(gpu):

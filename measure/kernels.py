@@ -44,9 +44,10 @@ def group(name, path=""):
 
 
 def nested(events):
-    """(event, names of those around it, time spent in itself) of the events of one thread. Times are microseconds."""
-    done, stack = [], []
+    """(event, names of those around it in its thread, time spent in itself) of events. Times are microseconds."""
+    done, stacks = [], {}
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+        stack = stacks.setdefault(event["tid"], [])
         while stack and stack[-1][0]["ts"] + stack[-1][0]["dur"] <= event["ts"]:
             stack.pop()
         if stack:
@@ -83,11 +84,7 @@ def in_steps(trace):
 def grouped(steps, events, gpu=False):
     """Milliseconds per step by group. Raises ValueError if a GPU's trace has no kernels."""
     whole = max(step["ts"] + step["dur"] for step in steps) - min(step["ts"] for step in steps)
-    threads = {}
-    for event in events:
-        if event.get("cat") in ("cpu_op", "user_annotation"):
-            threads.setdefault(event["tid"], []).append(event)
-    operations = [row for thread in threads.values() for row in nested(thread)]
+    operations = nested(event for event in events if event.get("cat") in ("cpu_op", "user_annotation"))
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if gpu and not kernels:
         raise ValueError("the profiler saw no kernels: this machine may not let it")
@@ -125,13 +122,11 @@ def profile(script):
         # profile compiles; on a GPU nothing may change, and the profile finds the kernels of the runs before it.
         torch._inductor.config.cpp.enable_kernel_profile = True
     with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "trace.json")
+        path, devices = Path(folder, "trace.json"), set()
         profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=4, warmup=1, active=STEPS, repeat=1),
-            on_trace_ready=lambda done: done.export_chrome_trace(path),
+            on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
         )
-
-        devices = set()
 
         def end_of_step(optimizer, *_):
             device = optimizer.param_groups[0]["params"][0].device
@@ -144,9 +139,9 @@ def profile(script):
         with profiler:
             runpy.run_path(script, run_name="__main__")
         hook.remove()
-        if not Path(path).exists():
+        if not path.exists():
             sys.exit("kernels.py: error: it takes at least 9 steps")
-        steps, events = in_steps(json.loads(Path(path).read_text())["traceEvents"])
+        steps, events = in_steps(json.loads(path.read_text())["traceEvents"])
         (device,) = devices
         reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
         return {

@@ -11,18 +11,9 @@ import platform
 import cpuinfo
 import psutil
 import torch
+from device import add_device
 from gauge import gpu_id
 from torch.utils import collect_env
-
-
-def usable(name):
-    """The torch.device of that name. Raises ArgumentTypeError for one that this machine does not have."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (AssertionError, RuntimeError) as error:  # torch's way to say that there is no such device
-        raise argparse.ArgumentTypeError(f"{name}: {str(error).splitlines()[0]}") from None
-    return device
 
 
 def describe(device):
@@ -51,7 +42,6 @@ def describe(device):
 
 
 if __name__ == "__main__":
-    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("--device", type=usable, default=accelerator, help=f"default {accelerator}")
+    add_device(parser)
     print(json.dumps(describe(parser.parse_args().device), indent=1))

@@ -17,16 +17,17 @@ import tempfile
 import time
 
 import torch
-from machine import usable
+from device import add_device, out_of_memory
 from record import ROOT
 from roof import precisions
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.append(str(ROOT))
 import speedup_10_fused_adamw as rung  # noqa: E402
 
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import transformers  # noqa: E402
 
 
 def build(name):
@@ -34,7 +35,8 @@ def build(name):
     ours = rung.GPT(rung.MODELS[name])
     c = ours.config
     shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "n_positions": c.block_size}
-    model = GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
+    config = transformers.GPT2Config(**shape, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config)
     theirs = model.state_dict()
     for key, w in ours.state_dict().items():
         conv1d = key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))  # stored (in, out)
@@ -79,36 +81,18 @@ class Rows(torch.utils.data.IterableDataset):
                 yield {"input_ids": x, "labels": y, "shift_labels": y}
 
 
-class Reporter(TrainerCallback):
-    """Times a step from the end of the log line before it, batch included, as the rungs do."""
-
-    def __init__(self, report):
-        self.report = report
-
-    def on_train_begin(self, *args, **kwargs):
-        self.start = self.report.clock()
-
-    def on_step_end(self, *args, **kwargs):
-        self.seconds = self.report.clock() - self.start
-
-    def on_log(self, args, state, control, logs, **kwargs):
-        if "loss" in logs:  # the last log, of the whole run, has none
-            self.report(self.seconds, logs["loss"])
-            self.start = self.report.clock()
-
-
 def trainer(model, loader, steps, device, report, use_bf16):
     """transformers.Trainer."""
     torch.set_float32_matmul_precision("high")
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(
+        args = transformers.TrainingArguments(
             output_dir=folder,
             per_device_train_batch_size=loader.B,
             max_steps=steps,
             bf16=use_bf16,
             torch_compile=True,
             optim="adamw_torch_fused",
-            learning_rate=rung.get_lr(10, steps + 10),  # its highest
+            learning_rate=1,  # times what get_lr says
             adam_beta2=0.95,
             weight_decay=0.1,
             max_grad_norm=1.0,
@@ -120,17 +104,15 @@ def trainer(model, loader, steps, device, report, use_bf16):
             use_cpu=device.type == "cpu",
             remove_unused_columns=False,
         )
-        it = Trainer(model=model, args=args, train_dataset=Rows(loader), callbacks=[Reporter(report)])
-        it.pop_callback(next(c for c in it.callback_handler.callbacks if type(c).__name__ == "PrinterCallback"))
+        it = transformers.Trainer(model=model, args=args, train_dataset=Rows(loader), callbacks=[report])
+        it.pop_callback(transformers.PrinterCallback)
         optimizer = it.create_optimizer()
-        it.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: rung.get_lr(min(step, steps - 1), steps) / args.learning_rate
-        )
+        it.lr_scheduler = LambdaLR(optimizer, lambda step: rung.get_lr(min(step, steps - 1), steps))
         it.train()
 
 
-class Report:
-    """The lines of a rung."""
+class Report(transformers.TrainerCallback):
+    """The lines of a rung. Trainer's steps are timed from the end of the line before, batch included, as a rung's."""
 
     def __init__(self, device, tokens):
         self.device, self.tokens, self.times = device, tokens, []
@@ -144,9 +126,19 @@ class Report:
         print(f"{self.tokens / seconds:10,.0f} tok/s", flush=True)
         self.times.append(seconds)
 
+    def on_train_begin(self, *args, **kwargs):
+        self.start = self.clock()
+
+    def on_step_end(self, *args, **kwargs):
+        self.seconds = self.clock() - self.start
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" in logs:  # the last log, of the whole run, has none
+            self(self.seconds, logs["loss"])
+            self.start = self.clock()
+
 
 def main():
-    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     peers = {"plain": plain, "compiled": compiled, "trainer": trainer}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("peer", choices=peers)
@@ -154,7 +146,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=4, help="B, default 4")
     parser.add_argument("--seq-len", type=int, default=1024, help="T, default 1024")
     parser.add_argument("--steps", type=int, default=50, help="default 50")
-    parser.add_argument("--device", type=usable, default=accelerator, help=f"default {accelerator}")
+    add_device(parser)
     args = parser.parse_args()
     device, tokens = args.device, args.batch_size * args.seq_len
     if args.peer == "trainer" and device.index is not None:
@@ -178,7 +170,7 @@ def main():
     try:
         peers[args.peer](model, loader, args.steps, device, report, use_bf16)
     except RuntimeError as error:  # as the rungs
-        if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
+        if out_of_memory(error):
             sys.exit(f"{parser.prog}: error: out of memory with B {loader.B} and T {loader.T}")
         if isinstance(error, torch._dynamo.exc.ShortenTraceback):
             sys.exit(f"{parser.prog}: error: torch.compile failed: {' '.join(str(error).split())[:200]}")

@@ -14,10 +14,9 @@ import time
 
 import torch
 import torch.nn.functional as F
+from device import add_device, seconds
 from gauge import find_gpu, gpu_id, reading
-from machine import usable
 from record import ROOT
-from torch.utils.benchmark import Timer
 
 sys.path.append(str(ROOT))
 from baseline import MODELS
@@ -54,18 +53,6 @@ def precisions(device):
     return [precision for precision, needs in least.items() if capability >= needs]
 
 
-def seconds(stmt, device, **names):
-    """The median time of a statement."""
-
-    def clock():
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        return time.perf_counter()
-
-    timer = Timer(stmt, globals=names, timer=clock, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=0.1).median
-
-
 def check_tf32(device):
     """Raises RuntimeError if float32 products are not made in TF32, which rounds 1 + 2^-12 to 1."""
     x = torch.full((1024, 1024), 1 + 2**-12, device=device)
@@ -96,10 +83,8 @@ def multiply(precision, shape, device):
     if precision == "fp8":  # one scale per tensor; it wants edges that are multiples of 16
         x, w = x.to(torch.float8_e4m3fn), w[: n // 16 * 16].to(torch.float8_e4m3fn)
         one = torch.ones((), device=device)
-        stmt, names = (
-            "torch._scaled_mm(x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)",
-            {"torch": torch, "one": one},
-        )
+        stmt = "torch._scaled_mm(x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)"
+        names = {"torch": torch, "one": one}
     else:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
         x, w = x.to(dtype), w.to(dtype)
@@ -109,37 +94,37 @@ def multiply(precision, shape, device):
 
 def measure(config, tokens, device):
     """All ceilings. A product that this device or this torch refuses is a row with the reason."""
-    square, best, refused, copied = 2048 if device.type == "cpu" else 8192, {}, {}, []
-    shapes = products(config, tokens, square)
+    shapes = products(config, tokens, square=2048 if device.type == "cpu" else 8192)
+    matmul = [
+        {"precision": precision, "name": name, "shape": shape, "tflops": None, "error": None}
+        for precision in precisions(device)
+        for name, shape in shapes.items()
+    ]
     source = torch.randn(2**26, device=device)  # 256 MiB, more than a cache holds
-    target = torch.empty_like(source)
+    target, copied = torch.empty_like(source), []
     under_load = warm_up(device) if device.type == "cuda" else None
     for _ in range(3):
-        for key in ((precision, name) for precision in precisions(device) for name in shapes):
+        for row in matmul:
             try:
-                best[key] = max(best.get(key, 0), multiply(key[0], shapes[key[1]], device))
+                tflops = float(f"{multiply(row['precision'], row['shape'], device):.4g}")
+                row |= {"tflops": max(tflops, row["tflops"] or 0), "error": None}
             except (RuntimeError, AttributeError, ValueError) as error:
-                refused[key] = str(error).splitlines()[0]
+                row["error"] = None if row["tflops"] else str(error).splitlines()[0]
         copied.append(seconds("target.copy_(source)", device, source=source, target=target))
-    matmul, ceilings = [], {}
-    for precision in precisions(device):
-        for name, shape in shapes.items():
-            tflops = float(f"{best[precision, name]:.4g}") if (precision, name) in best else None
-            error = None if tflops else refused[precision, name]
-            matmul.append({"precision": precision, "name": name, "shape": shape, "tflops": tflops, "error": error})
-            if tflops:
-                ceilings[precision] = max(ceilings.get(precision, 0), tflops)
+    ceilings = {}
+    for row in matmul:
+        if row["tflops"]:
+            ceilings[row["precision"]] = max(row["tflops"], ceilings.get(row["precision"], 0))
     copy = float(f"{2 * source.nbytes / min(copied) / 1e9:.4g}")
     return {"ceilings_tflops": ceilings, "copy_gb_per_s": copy, "gpu": under_load, "matmul": matmul}
 
 
 if __name__ == "__main__":
-    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("--model", choices=MODELS, default="gpt2", help="default gpt2")
     parser.add_argument("--batch-size", type=int, default=4, help="B, default 4")
     parser.add_argument("--seq-len", type=int, default=1024, help="T, default 1024")
-    parser.add_argument("--device", type=usable, default=accelerator, help=f"default {accelerator}")
+    add_device(parser)
     args = parser.parse_args()
     if args.batch_size < 1 or args.seq_len < 1:
         parser.error("--batch-size and --seq-len must be at least 1")

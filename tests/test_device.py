@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import attention as bench
 import checkpoint
+import device
 import gauge
 import hellaswag
 import kernels
@@ -51,19 +52,19 @@ def test_a_ceiling_is_operations_over_seconds(monkeypatch):
     assert found["copy_gb_per_s"] == pytest.approx(2 * 2**28 / 0.5 / 1e9, rel=1e-3)  # read and written
 
 
-def test_a_product_is_timed_with_the_device_waited_for(monkeypatch):
+def test_a_statement_is_timed_with_the_gpu_waited_for_that_it_runs_on(monkeypatch):
     events = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: events.append("wait"))
-    monkeypatch.setattr(roof.time, "perf_counter", lambda: events.append("clock") or 0.25 * len(events))
-    assert roof.seconds("work()", SimpleNamespace(type="cuda"), work=lambda: None) > 0
-    assert events[0::2] == ["wait"] * (len(events) // 2) and events[1::2] == ["clock"] * (len(events) // 2)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: events.append(str(device)))
+    monkeypatch.setattr(device.time, "perf_counter", lambda: events.append("clock") or 0.25 * len(events))
+    assert device.seconds("work()", torch.device("cuda:1"), work=lambda: None) > 0
+    assert events[0::2] == ["cuda:1"] * (len(events) // 2) and events[1::2] == ["clock"] * (len(events) // 2)
 
 
 def test_the_roof_has_as_many_threads_as_the_scripts():
     seen, threads = [], torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        roof.seconds("seen.append(threads())", torch.device("cpu"), seen=seen, threads=torch.get_num_threads)
+        device.seconds("seen.append(threads())", torch.device("cpu"), seen=seen, threads=torch.get_num_threads)
     finally:
         torch.set_num_threads(threads)
     assert set(seen) == {2}

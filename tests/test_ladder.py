@@ -370,6 +370,8 @@ def test_diff_refuses_a_rung_that_is_not_there_and_ends_with_its_reader():
     done = subprocess.run(["make", "diff-99"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
     assert done.stderr.startswith("diff.py: error: there is no rung 99, only 01, 02, ")
+    done = subprocess.run(["make", "diff-"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0 and "'diff-'" in done.stderr and "diff-.o" not in done.stderr
     done = subprocess.run("python dev/diff.py train | head -1", shell=True, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith('"""') and done.stderr == ""
 

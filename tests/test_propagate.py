@@ -130,6 +130,13 @@ def test_what_stands_on_a_conflict_waits_and_goes_on_from_there(clone):
     later = {script: text.replace(*SHARED) for script, text in before.items() if script in since(6, among=SCRIPTS)}
     assert clone.texts() == texts | later
     assert clone.propagate("--check", SCRIPTS[6]).returncode == 0
+    check = clone.propagate("--check", "baseline.py")
+    has_it = says(SCRIPTS[1:], "has it")
+    has_it[5] = f"{SCRIPTS[6]}: has lines of its own where the edit conflicts"
+    assert (check.returncode, check.stdout.splitlines()) == (0, has_it)
+    clone.edit(SCRIPTS[6], *SHARED[::-1])  # which did not conflict
+    clone.edit(SCRIPTS[6], "import sys\n", "import sys  # work in progress\n")
+    assert f"{SCRIPTS[6]}: differs, and has uncommitted" in clone.propagate("--check", "baseline.py").stdout
 
 
 def test_a_file_that_keeps_its_own_line_holds_up_nobody(clone):
