@@ -17,11 +17,9 @@ from record import ROOT, read, too_large
 from rich.console import Console
 from rich.table import Table
 
-PARTS = Path(__file__).with_name("parts")  # the wording: Jinja templates; the style of the plots
+PARTS = Path(__file__).with_name("parts")  # Jinja templates, and how plots look
 BEGIN, END = "<!-- measured, written by `make figures` from results/ -->\n", "<!-- end of what was measured -->\n"
-RUNG, PEER, INK, PAPER = "#3b78c4", "#c8702a", "#1f2328", "#ffffff"
-DARK = f"""<style>@media (prefers-color-scheme: dark){{[style*="{INK}"]{{fill:#e6edf3 !important}}\
-[style*="{PAPER}"]{{fill:#0d1117 !important}}[style*="stroke: {INK}"]{{stroke:#e6edf3 !important}}}}</style>"""
+RUNG, PEER = "#3b78c4", "#c8702a"
 ALT = {
     "tokens": "Training speed",
     "kernels": "Where the time of a step goes",
@@ -71,7 +69,7 @@ def step(row):
 def cells(data):
     """The table of scripts: a dict for each row, heading -> cell."""
     reserved = any(row["profile"] and row["profile"]["reserved_gib"] for row in data["rows"])
-    table = []
+    fits, table = any(row["fit"] for row in data["rows"]), []
     for row in data["rows"]:
         done, profile, fit = row["median_ms"] is not None, row["profile"] or {}, row["fit"] or {}
         error = f" (a pass failed: {row['error']})" if done and row["error"] else ""
@@ -89,7 +87,7 @@ def cells(data):
                 "of the roof": number(row["roof_share"], ".0%", f" {row['precision']}"),
             }
         )
-        if any(row["fit"] for row in data["rows"]):
+        if fits:
             limit = too_large(fit.get("limit") or "")
             largest = fit.get("batch_size") or ("none" if limit else "")
             table[-1]["largest B"] = f"{largest}{'+' if limit == 'text' else ''}"
@@ -144,7 +142,7 @@ def plain(lines, *tables):
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
-def summarise(folder, data):
+def write_summary(folder, data):
     """Write all that was measured as text, and return it."""
     text = plain(conditions(data), cells(data), batch_cells(data))
     (folder / "summary.txt").write_text(text, encoding="utf-8")
@@ -177,10 +175,10 @@ def good(row):
 
 def curves(axes, rows, over):
     """The losses of each row's first good run, over what over() makes of the run."""
-    for number, row in enumerate(rows):
+    for place, row in enumerate(rows):
         run = good(row)[0]
-        style = "-" if row["kind"] == "rung" and number < 10 else "--"
-        axes.plot(over(run), run["losses"], style, color=f"C{number % 10}", label=row["name"], linewidth=1.3)
+        style = "-" if row["kind"] == "rung" and place < 10 else "--"
+        axes.plot(over(run), run["losses"], style, color=f"C{place % 10}", label=row["name"], linewidth=1.3)
     axes.set_ylabel("loss, nats per token")
 
 
@@ -193,8 +191,7 @@ def figures(data):
 
     def axes(name, rows, unit, more=""):
         made[name] = Figure(figsize=(10.0, 1.4 + 0.32 * max(8, len(rows))))
-        axes = made[name].add_subplot(title=f"{ALT[name]}{more}\n{title}", xlabel=unit)
-        return axes
+        return made[name].add_subplot(title=f"{ALT[name]}{more}\n{title}", xlabel=unit)
 
     labels = [f"{row['tokens_per_s']:,.0f} · {times(row['over_baseline'])}" for row in rows]
     bars(axes("tokens", rows, "tokens per second", ", and times baseline"), rows, "tokens_per_s", labels)
@@ -220,7 +217,8 @@ def svg(figure):
 
 def write_svg(figure, path):
     """A figure as an SVG file that is dark where the reader's browser is."""
-    path.write_text(svg(figure).replace("</svg>", f"{DARK}</svg>"), encoding="utf-8")
+    dark = (PARTS / "dark.css").read_text(encoding="utf-8").strip()
+    path.write_text(svg(figure).replace("</svg>", f"<style>{dark}</style></svg>"), encoding="utf-8")
 
 
 def draw(made, folder, prefix=""):
@@ -233,7 +231,7 @@ def draw(made, folder, prefix=""):
 def write(folder):
     """What stands beside a ladder.json: the table as summary.txt, which is also printed, and the plots."""
     data = read(folder / "ladder.json")
-    text = summarise(folder, data)
+    text = write_summary(folder, data)
     draw(figures(data), folder)
     print(f"\n{text}\nplots: {folder}/*.svg")
 
@@ -276,7 +274,7 @@ def main():
         draw(made, images, f"{name}-")
         readme.write_text(text[:start] + section + text[end:], encoding="utf-8")
         for name, data in measured.items():  # the README links to their tables
-            print(summarise(results / name, data))
+            print(write_summary(results / name, data))
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
 
