@@ -146,7 +146,7 @@ def blocks(lines):
 
 
 def read_diff(before, after):
-    """git's diff of two scripts as (its header, the docstring's hunks, the code's), however the reader's git is set.
+    """git's diff of two scripts, however the reader's git is set: its header, the docstring's hunks (folded), the code's.
 
     A hunk is (its first line, its blocks). One that changes only the docstring keeps the code around it.
     """
@@ -172,7 +172,7 @@ def read_diff(before, after):
             folded.append((head, blocks(inside)))
         if outside:
             shown.append(("" if inside else head, blocks(outside)))
-    return done.stdout[: done.stdout.index("@@ ")], folded, shown
+    return {"header": done.stdout[: done.stdout.index("@@ ")], "folded": folded, "shown": shown}
 
 
 class Site:
@@ -209,11 +209,7 @@ class Site:
 
     def diff(self, before, after):
         """The diff of two scripts, inline and side by side, with the docstring's folded away."""
-        header, folded, shown = read_diff(before, after)
-        counts = changed_lines(before, after)
-        return self.part(
-            "diff.html", header=header, folded=folded, shown=shown, before=before, after=after, counts=counts
-        )
+        return self.part("diff.html", before=before, after=after, **read_diff(before, after))
 
     def commands(self, rung):
         """How to run a script, and how to see its diff in a terminal."""
@@ -247,16 +243,17 @@ class Site:
 
     def measured_ms(self, script, prediction):
         """The newest median step on the device, model, B and T of a prediction, or None."""
-        found = []
+        wanted, times = [prediction[key] for key in ("device", "model", "seq_len", "batch_size")], []
         for data in map(record.read, (ROOT / "results").glob("*/ladder.json")):
             settings = data["settings"]
-            here = data["machine"]["name"], settings["model"], settings["seq_len"]
-            if here == (prediction["device"], prediction["model"], prediction["seq_len"]):
-                found += [(data, settings["batch_size"], row) for row in data["rows"] if row["name"] == script]
-                cells = [cell for cell in data["batches"] if script == TEN and cell["compile_mode"] == "default"]
-                found += [(data, cell["batch_size"], cell) for cell in cells]
-        times = [(d["finished"] or "", one["median_ms"]) for d, b, one in found if b == prediction["batch_size"]]
-        return max((time for time in times if time[1]), key=lambda time: time[0], default=(None, None))[1]
+            rows = [row | {"batch_size": settings["batch_size"]} for row in data["rows"] if row["name"] == script]
+            if script == TEN:
+                rows += [cell for cell in data["batches"] if cell["compile_mode"] == "default"]
+            for row in rows:
+                here = [data["machine"]["name"], settings["model"], settings["seq_len"], row["batch_size"]]
+                if here == wanted and row["median_ms"]:
+                    times.append((data["finished"] or "", row["median_ms"]))
+        return max(times, key=lambda time: time[0], default=(None, None))[1]
 
     def measured(self, rung, **predicted):
         """What was predicted for a script (speed, memory, loss) beside what was measured, with plots."""
@@ -349,7 +346,7 @@ class Site:
             name = path.relative_to(pages).as_posix()
             if f'"{name}"' not in config:  # which has a line for each rung
                 raise ValueError(
-                    f"docs/pages/{name} has no rung in ladder.toml, and no line in docs/zensical.toml's nav"
+                    f"docs/pages/{name} has no line in nav in docs/zensical.toml, nor a rung in ladder.toml"
                 )
             path.write_text(self.jinja.get_template(f"pages/{name}").render(rung=rungs.get(name)), encoding="utf-8")
         (pages / "compare").mkdir()
