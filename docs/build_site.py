@@ -146,7 +146,7 @@ def blocks(lines):
 
 
 def read_diff(before, after):
-    """git's diff of two scripts, however the reader's git is set: its header, the docstring's hunks (folded), the code's.
+    """git's diff of two scripts, however the reader's git is set: its header, the docstring's hunks, the code's.
 
     A hunk is (its first line, its blocks). One that changes only the docstring keeps the code around it.
     """
@@ -345,9 +345,7 @@ class Site:
         for path in sorted(pages.rglob("*.md")):
             name = path.relative_to(pages).as_posix()
             if f'"{name}"' not in config:  # which has a line for each rung
-                raise ValueError(
-                    f"docs/pages/{name} has no line in nav in docs/zensical.toml, nor a rung in ladder.toml"
-                )
+                raise ValueError(f"docs/pages/{name} is of no rung, and has no line in nav in docs/zensical.toml")
             path.write_text(self.jinja.get_template(f"pages/{name}").render(rung=rungs.get(name)), encoding="utf-8")
         (pages / "compare").mkdir()
         for before, after in combinations(self.rungs, 2):

@@ -142,11 +142,9 @@ def plain(lines, *tables):
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
-def write_summary(folder, data):
-    """Write all that was measured as text, and return it."""
-    text = plain(conditions(data), cells(data), batch_cells(data))
-    (folder / "summary.txt").write_text(text, encoding="utf-8")
-    return text
+def summary(data):
+    """All that was measured, as text."""
+    return plain(conditions(data), cells(data), batch_cells(data))
 
 
 def bars(axes, rows, key, labels=None):
@@ -231,7 +229,8 @@ def draw(made, folder, prefix=""):
 def write(folder):
     """What stands beside a ladder.json: the table as summary.txt, which is also printed, and the plots."""
     data = read(folder / "ladder.json")
-    text = write_summary(folder, data)
+    text = summary(data)
+    (folder / "summary.txt").write_text(text, encoding="utf-8")
     draw(figures(data), folder)
     print(f"\n{text}\nplots: {folder}/*.svg")
 
@@ -274,7 +273,8 @@ def main():
         draw(made, images, f"{name}-")
         readme.write_text(text[:start] + section + text[end:], encoding="utf-8")
         for name, data in measured.items():  # the README links to their tables
-            print(write_summary(results / name, data))
+            (results / name / "summary.txt").write_text(summary(data), encoding="utf-8")
+            print(summary(data))
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
 
