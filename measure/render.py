@@ -147,10 +147,10 @@ def summary(data):
     return plain(conditions(data), cells(data), batch_cells(data))
 
 
-def bars(axes, rows, key, labels=None):
+def bars(axes, rows, key, labels):
     colours = [PEER if row["kind"] == "peer" else RUNG for row in rows]
     shown = axes.barh([row["name"] for row in rows], [row[key] for row in rows], color=colours, height=0.7)
-    axes.bar_label(shown, labels, fmt="{:.2f}", padding=4)
+    axes.bar_label(shown, labels, padding=4)
     axes.set_xlim(0, 1.4 * max(row[key] for row in rows))
     axes.invert_yaxis()
 
@@ -195,7 +195,8 @@ def figures(data):
     bars(axes("tokens", rows, "tokens per second", ", and times baseline"), rows, "tokens_per_s", labels)
     if remembered := [row for row in rows if row["peak_memory_gib"]]:
         whose = " of the process" if data["machine"]["device"] == "cpu" else " of the GPU's allocator"
-        bars(axes("memory", remembered, "GiB", whose), remembered, "peak_memory_gib")
+        labels = [f"{row['peak_memory_gib']:.2f}" for row in remembered]
+        bars(axes("memory", remembered, "GiB", whose), remembered, "peak_memory_gib", labels)
     curves(axes("loss-steps", rows, "step"), rows, lambda run: range(len(run["losses"])))
     seconds = axes("loss-time", rows, "seconds of training, without the first step (compilation)")
     curves(seconds, rows, lambda run: np.cumsum([0, *run["times_ms"][1:]]) / 1000)
