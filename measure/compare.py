@@ -8,33 +8,30 @@ import argparse
 from pathlib import Path
 
 from record import read
-from render import commits, plain
+from render import part, plain, step
 
 SAME = ("device", "model", "batch_size", "seq_len")
 
 
-def table(first, second):
-    """The rows of the comparison, the head first."""
-    head = [
-        "script",
-        "first, ms per step (quartiles)",
-        "second, ms per step (quartiles)",
-        "times as fast",
-        "ranges touch",
-    ]
-    rows, others = [head], {row["name"]: row for row in second["rows"]}
+def cells(first, second):
+    """The table of the scripts that both have: a dict for each row, heading -> cell."""
+    others = {row["name"]: row for row in second["rows"] if row["median_ms"]}
+    table = []
     for row in first["rows"]:
         other = others.get(row["name"])
-        if not (other and row["median_ms"] and other["median_ms"]):
+        if not (other and row["median_ms"]):
             continue
-        times = [
-            f"{one['median_ms']:,.1f} ({one['quartiles_ms'][0]:,.1f}–{one['quartiles_ms'][1]:,.1f})"
-            for one in (row, other)
-        ]
         (low, high), (other_low, other_high) = row["quartiles_ms"], other["quartiles_ms"]
-        touch = "yes" if low <= other_high and other_low <= high else "no"
-        rows.append([row["name"], *times, f"{row['median_ms'] / other['median_ms']:.2f}×", touch])
-    return rows
+        table.append(
+            {
+                "script": row["name"],
+                "first, ms per step (quartiles)": step(row),
+                "second, ms per step (quartiles)": step(other),
+                "times as fast": f"{row['median_ms'] / other['median_ms']:.2f}×",
+                "ranges touch": "yes" if low <= other_high and other_low <= high else "no",
+            }
+        )
+    return table
 
 
 def main():
@@ -49,16 +46,10 @@ def main():
             raise ValueError(f"the two differ in {', '.join(differ)}: their steps cannot be compared")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
-    about = []
-    for name, folder, data in (("first", args.first, first), ("second", args.second, second)):
-        machine = data["machine"]
-        about.append(
-            f"{name}: {folder}, {machine['name']} {machine['capability']}, torch {machine['torch']}. {commits(data)}."
-        )
-    other = [key for key, value in first["machine"].items() if value != second["machine"][key]]
-    if other:
-        about.append(f"They differ in {', '.join(other)}: more than the scripts may have made the difference.")
-    print(plain(*about, table(first, second)), end="")
+    sides = ("first", args.first, first), ("second", args.second, second)
+    differ = [key for key, value in first["machine"].items() if value != second["machine"][key]]
+    table = cells(first, second)
+    print(plain(part("compare.txt", sides=sides, differ=differ, table=table).splitlines(), table), end="")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from render import PAPER, write_svg
+from render import write_svg
 
 POINTS = 200  # at most, of a curve of training losses: each is a mean of so many steps as that takes
 
@@ -37,13 +37,13 @@ def curve(rows, key):
     return np.array(found, dtype=float).reshape(-1, 2).T
 
 
-def draw(runs, paper=PAPER):
+def draw(runs):
     """The losses of {name: rows} over the steps: training as a line, validation dashed, its lowest in the legend.
 
     The top of the plot is the largest loss after the first twentieth of a run, whose fall would flatten all the rest.
     """
-    figure, top = Figure(figsize=(8, 4.5), layout="constrained", facecolor=paper), 0.0
-    axes = figure.add_subplot(facecolor=paper)
+    figure, top = Figure(figsize=(8, 4.5)), 0.0
+    axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy, nats per token")
     for number, (name, rows) in enumerate(runs.items()):
         steps, losses = curve(rows, "loss")
         size = -(-len(losses) // POINTS)
@@ -59,10 +59,7 @@ def draw(runs, paper=PAPER):
             late += list(scores[evaluated >= steps[-1] / 20])
         top = np.nanmax([top, *late])
     axes.set_ylim(top=1.02 * top)
-    axes.set_xlabel("step")
-    axes.set_ylabel("cross-entropy, nats per token")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend()
     return figure
 
 

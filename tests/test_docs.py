@@ -31,7 +31,7 @@ SIDE_PAGES = [f"{name}.html" for name in "index compare pretrain where log mista
 PAGES = [*SIDE_PAGES, *RUNG_PAGES, *(docs.pair_page(*pair) for pair in PAIRS)]
 SHOWN = [*SIDE_PAGES, *RUNG_PAGES, docs.pair_page(SCRIPTS[0], SCRIPTS[10]), docs.pair_page(SCRIPTS[0], SCRIPTS[12])]
 NEAR = [pair if RUNGS[pair[1]].before == pair[0] else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]
-RESULTS = {folder.name: record.read(folder / "ladder.json") for folder in render.newest()}
+RESULTS = render.newest()
 
 
 def browsing(test):
@@ -404,22 +404,25 @@ def test_a_mistake_in_a_page_is_one_line_and_leaves_the_site_that_was_there(tmp_
     root = copy_project(tmp_path / "ladder")
     (root / "docs" / "site").mkdir()
     (root / "docs" / "site" / "index.html").write_text("the last one")
-    mistakes = (root / "dev" / "mistakes.toml").read_text(encoding="utf-8")
-    stale = mistakes.replace("edits = [['self.transformer.wte.weight = ", "edits = [['not.there = ", 1)
-    page = root / "docs" / "pages" / "rungs" / "baseline.md"
-    text = page.read_text(encoding="utf-8")
-    for wrong, error in (
-        (text, "has not got its lines once"),
-        (f"{text}\n{{{{ site.nothing }}}}", "nothing"),
-        (f"{text}\n[a link](nowhere.md)", "nowhere"),
-        (None, "baseline.md is missing"),
+    mistakes, page = root / "dev" / "mistakes.toml", root / "docs" / "pages" / "rungs" / "baseline.md"
+    planted, text = (path.read_text(encoding="utf-8") for path in (mistakes, page))
+    stale = planted.replace("edits = [['self.transformer.wte.weight = ", "edits = [['not.there = ", 1)
+    harmless = re.sub('(?<="no causal mask"\n)harm = .*\n', "", planted)
+    for path, wrong, error in (
+        (mistakes, stale, "has not got its lines once"),
+        (mistakes, harmless, "no causal mask has no harm"),
+        (page, f"{text}\n{{{{ site.nothing }}}}", "nothing"),
+        (page, f"{text}\n[a link](nowhere.md)", "nowhere"),
+        (page, None, "baseline.md is missing"),
+        (page.with_name("speedup_11_new.md"), "# New\n", "speedup_11_new.md is of no rung, and has no line in nav"),
     ):
-        (root / "dev" / "mistakes.toml").write_text(stale if wrong is text else mistakes, encoding="utf-8")
-        page.unlink() if wrong is None else page.write_text(wrong, encoding="utf-8")
+        right = path.read_bytes() if path.exists() else None
+        path.unlink() if wrong is None else path.write_text(wrong, encoding="utf-8")
         done = subprocess.run([docs.sys.executable, "docs/build_site.py"], cwd=root, capture_output=True, text=True)
         assert done.returncode == 1 and len(done.stdout.splitlines()) < 4
         assert re.fullmatch(rf"build_site\.py: error: .*{error}.*\n", done.stderr), done.stderr
         assert (root / "docs" / "site" / "index.html").read_text() == "the last one"
+        path.unlink() if right is None else path.write_bytes(right)
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):

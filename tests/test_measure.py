@@ -136,7 +136,7 @@ def test_a_rung_that_fails_is_a_row_that_says_why():
     assert b["error"] == "b.py: error: out of memory with B 4 and T 128: lower --batch-size"
     assert b["median_ms"] is None and b["tokens_per_s"] is None and b["over_baseline"] is None
     assert c["over_before"] is None and c["over_baseline"]["median"] == 2
-    for text in (render.summary(data), render.markdown(render.cells(data))):
+    for text in (render.summary(data), render.part("table.md", table=render.cells(data))):
         assert "out of memory with B 4 and T 128" in text
 
 
@@ -818,7 +818,8 @@ def test_a_batch_that_does_not_fit_is_told_from_a_run_that_fails(in_process, mon
     monkeypatch.setattr(measure, "execute", limited)
     data = in_process.call("--only", "baseline", "--repeat", 1, "--fit")
     fit, failed = data["rows"][0]["fit"], cell == ""
-    size, speed = render.cells(data)[1][-2:]
+    cells = render.cells(data)[0]
+    size, speed = cells["largest B"], cells["tokens/s there"]
     assert size == cell and (speed == fit["error"]) == bool(fit["error"]) == failed
     assert fit["batch_size"] == (int(cell.strip("+")) if cell not in ("", "none") else None)
     tried.clear()
@@ -847,7 +848,7 @@ def test_the_newest_of_each_device_and_model_is_shown_gpus_first(tmp_path, monke
         data["finished"] = f"2026-01-0{day}T00:00:00+00:00" if finished else None
         (tmp_path / "results" / name).mkdir()
         record.save(tmp_path / "results" / name / "ladder.json", data)
-    assert [folder.name for folder in render.newest()] == ["gpu", "large", "new"]
+    assert list(render.newest()) == ["gpu", "large", "new"]
 
 
 def shown(figure):
@@ -880,8 +881,7 @@ def test_a_table_says_what_it_takes_to_believe_it():
         "The machine was busy before 1 of 2 runs (other processes use the GPU: 1).",
     ):
         assert words in said
-    head, first, _ = render.cells(data)
-    assert (head[5], first[5]) == ("peak GiB (reserved)", "1.50 (2.50)")
+    assert render.cells(data)[0]["peak GiB (reserved)"] == "1.50 (2.50)"
     data["hosts"].append(data["hosts"][0] | {"id": "1", "cpu": "Another", "driver": "590"})
     said = render.conditions(data)[0]
     assert "On Made Up, 139.8 GiB, driver 580" in said and "On Another, 139.8 GiB, driver 590" in said
@@ -895,7 +895,7 @@ def test_a_commit_that_git_did_not_know_is_said():
 
 def test_the_table_of_batch_sizes_has_the_share_of_the_peak(in_process):
     data = in_process.call("--only", "10", "--batches", "--repeat", 1)
-    lines = render.batch_cells(data)[1:]
+    lines = [list(cells.values()) for cells in render.batch_cells(data)]
     assert [line[:2] for line in lines] == [[f"B {size}", mode] for size, mode in measure.BATCHES]
     ms, tokens = 37.5, record.rounded(64 * 1024 / 0.0375)
     tflops = tokens * 2e9 / 1e12
@@ -963,8 +963,9 @@ def test_drawing_again_changes_nothing(tmp_path):
     data = measurement(made("a.py", [SLOW]), made("b.py", [FAST], "a.py"), float32=0.5)
     data["rows"][0]["profile"] = PROFILE | {"host": "0", "error": None}
     for folder in ("first", "second"):
-        names = render.draw(data, tmp_path / folder)
-        assert names == ["tokens", "memory", "loss-steps", "loss-time", "kernels"]
+        figures = render.figures(data)
+        assert figures.keys() == render.ALT.keys()
+        render.draw(figures, tmp_path / folder)
     for path in (tmp_path / "first").iterdir():
         svg = path.read_text()
         assert svg == (tmp_path / "second" / path.name).read_text()
@@ -1005,10 +1006,11 @@ def test_the_readme_and_its_figures_are_those_of_the_results(tmp_path):
 def test_an_error_in_the_table_leaves_the_figures(monkeypatch, tmp_path):
     copy = copy_project(tmp_path / "project")
     monkeypatch.setattr(render, "ROOT", copy)
-    monkeypatch.setattr(render, "cells", lambda data: data["no such column"])
+    monkeypatch.setitem(render.JINJA.globals, "cells", lambda data: data["no such column"])
+    monkeypatch.setattr("sys.argv", ["render.py"])
     figures = sorted((copy / "docs" / "img").iterdir())
     with pytest.raises(KeyError):
-        render.section(render.newest())
+        render.main()
     assert figures == sorted((copy / "docs" / "img").iterdir()) != []
 
 
