@@ -28,6 +28,7 @@ class Rung:
     before: str | None = None
     touches: Sequence[str] = ()
     limit: int = 0
+    run: str = ""
     kind: str = ""
     precision: str = ""
     why: str = ""

@@ -211,11 +211,6 @@ class Site:
         """The diff of two scripts, inline and side by side, with the docstring's folded away."""
         return self.part("diff.html", before=before, after=after, **read_diff(before, after))
 
-    def commands(self, rung):
-        """How to run a script, and how to see its diff in a terminal."""
-        torchrun = re.search(r"^ +(torchrun .*?)(?:  .*)?$", split(source(rung.file))[0], re.MULTILINE)
-        return self.part("commands.md", rung=rung, torchrun=torchrun and torchrun[1])
-
     def mistakes(self, kind):
         """The mistakes of a kind, from dev/mistakes.toml, each with the diff that plants it."""
         mistakes = read_toml("dev/mistakes.toml")[kind]

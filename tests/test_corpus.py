@@ -201,7 +201,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(run, tmp_path):
 
 
 def public(tokens, magic=20240520, version=1, **_):
-    """The bytes of a shard by llm.c's description (dev/data/data_common.py there)."""
+    """The bytes of a shard by llm.c's description (its data_common.py)."""
     return struct.pack("<256i", magic, version, len(tokens), *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens)
 
 

@@ -123,8 +123,9 @@ def test_its_diff_is_within_its_limit(script):
 
 
 @pytest.mark.parametrize("script", DIFFS)
-def test_its_docstring_names_the_diff(script):
-    assert f"\n    make diff-{RUNGS[script].number}  " in ast.get_docstring(ast.parse(source(script))) + "\n"
+def test_its_docstring_names_the_diff_and_how_to_start_it(script):
+    docstring = ast.get_docstring(ast.parse(source(script))) + "\n"
+    assert f"\n    make diff-{RUNGS[script].number}  " in docstring and RUNGS[script].run in docstring
 
 
 @pytest.mark.parametrize("script", DIFFS)
