@@ -149,7 +149,7 @@ def commands():
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
         text = re.sub(r"<!-- [^>]* from results/ -->.*?<!-- end of", "", text, flags=re.DOTALL)  # how it was measured
-        text += f"\n{site.commands(rungs[name])}\n" if name in rungs else ""
+        text += f"\n{site.part('commands.md', rung=rungs[name])}\n" if name in rungs else ""
         blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
         for language, block in blocks.findall(text):
             assert language in ("", "bash", "text", "python"), f"{name}: ```{language}"
