@@ -310,16 +310,12 @@ def look(args, plan):
         seen, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(found["device"].partition(":")[2] or 0)
         os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[index].strip() if seen else str(index)
         found["device"] = "cuda"
-    model = args.model or ("nano" if cpu else "gpt2")
-    settings = {
-        "model": model,
-        "batch_size": args.batch_size,
-        "seq_len": args.seq_len or (128 if model == "nano" else 1024),
-        "steps": args.steps or (20 if cpu else 50),
-        "device": found["device"],
-        "repeat": args.repeat or (1 if cpu else 3),
-        "only": sorted(set(args.only)),
-    } | {name: getattr(args, name) for name in ("peers", "branches", "profile", "batches", "fit")}
+    settings = {key: value for key, value in vars(args).items() if key not in ("budget", "cache", "out")}
+    settings["model"] = args.model or ("nano" if cpu else "gpt2")
+    settings["seq_len"] = args.seq_len or (128 if settings["model"] == "nano" else 1024)
+    settings["steps"] = args.steps or (20 if cpu else 50)
+    settings["repeat"] = args.repeat or (1 if cpu else 3)
+    settings |= {"device": found["device"], "only": sorted(set(args.only))}
     machine = {key: found[key] for key in MACHINE} | ({} if cpu else {"threads": None})
     host = {key: value for key, value in found.items() if key not in MACHINE}
     known = [platform.node(), *(host[key] for key in ("gpu_id", "driver", "cpu", "cores"))]
