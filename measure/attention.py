@@ -9,19 +9,17 @@ out grow with T * T; kernels of the FlashAttention kind (Dao et al. 2022) never 
 
 import argparse
 import functools
-import json
+import itertools
 import math
 import os
 import platform
 import statistics
 import sys
-import tempfile
 import warnings
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from device import add_device, out_of_memory, seconds
+from device import add_device, out_of_memory, precisions, seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
@@ -77,11 +75,9 @@ def peak_bytes(function, device):
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells of its every start and stop
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
-    with tempfile.TemporaryDirectory() as folder:
-        profile.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    found = [event["args"] for event in sorted(events, key=lambda e: e.get("ts", 0)) if event["name"] == "[memory]"]
-    return max(event["Total Allocated"] for event in found) - found[0]["Total Allocated"] + found[0]["Bytes"]
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))  # what is freed is less than 0
 
 
 def bench(q, k, v):
@@ -107,15 +103,6 @@ def cell(ms, written_out_ms):
     return f"{median:10.3f} {spread:19} {statistics.median(written_out_ms) / median:5.2f} x"
 
 
-def default_dtype(device):
-    """bf16, unless the device has none or only emulates it."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "fp16"
-    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return "float32"
-    return "bf16"
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], help="T, tokens")
@@ -128,7 +115,8 @@ def main():
     B, n_head, head_size, device = args.batch_size, args.heads, args.head_size, args.device
     if min(B, n_head, head_size, *args.seq_lens) < 1:
         parser.error("every number must be at least 1")
-    dtype, module = args.dtype or default_dtype(device), torch.get_device_module(device)
+    dtype = args.dtype or next(name for name in DTYPES if name in precisions(device))
+    module = torch.get_device_module(device)
     chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
     print(f"device {device} ({chip}) | torch {torch.__version__} | {dtype} | B {B}, {n_head} heads of {head_size}")
     print("ms: median of 3 rounds in turns (least-largest) and times as fast as written out; MiB: held at most")

@@ -34,6 +34,14 @@ class Row:
     accumulates: bool = False  # it has --total-batch-size
 
 
+PEERS = [
+    Row("ddp_run.py under torchrun", tuple(TORCHRUN), "bf16", "ddp_run.py", "peer", accumulates=True),
+    Row("transformers, plain loop", ("measure/peers.py", "plain"), "float32", TEN, "peer"),
+    Row("transformers, bf16, compiled", ("measure/peers.py", "compiled"), "bf16", TEN, "peer"),
+    Row("transformers.Trainer", ("measure/peers.py", "trainer"), "bf16", TEN, "peer"),
+]
+
+
 def rows(peers=False, branches=False, only=()):
     """The rungs of ladder.toml in order; if asked for, its branches, and then the peers: what others would run.
 
@@ -43,19 +51,12 @@ def rows(peers=False, branches=False, only=()):
     ladder = [rung for rung in read_ladder() if rung.part in ("rung", "branch")]
     found = [
         Row(rung.file, (rung.file,), rung.precision, rung.before, rung.part, rung.kind == "scale") for rung in ladder
-    ]
-    found.append(Row("ddp_run.py under torchrun", tuple(TORCHRUN), "bf16", "ddp_run.py", "peer", True))
-    for name, peer, precision in (
-        ("transformers, plain loop", "plain", "float32"),
-        ("transformers, bf16, compiled", "compiled", "bf16"),
-        ("transformers.Trainer", "trainer", "bf16"),
-    ):
-        found.append(Row(name, ("measure/peers.py", peer), precision, TEN, "peer"))
+    ] + PEERS
     short = {rung.number: rung.file for rung in ladder}
     if unknown := set(only) - set(short):
         raise ValueError(f"--only {min(unknown)}: it is one of {', '.join(short)}")
-    wanted = {row.name for row in found if not only and row.kind == "rung" or branches and row.kind == "branch"}
-    wanted |= {short[name] for name in only} | {row.name for row in found if peers and row.kind == "peer"}
+    all_of = {"rung": not only, "branch": branches, "peer": peers}
+    wanted = {row.name for row in found if all_of[row.kind]} | {short[name] for name in only}
     before = {row.before for row in found if row.name in wanted}
     return [row for row in found if row.name in wanted | before]
 

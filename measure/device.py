@@ -1,4 +1,4 @@
-"""The device that is measured, for the programs that run on it: the option --device, and the time of a statement."""
+"""The device that is measured, for the programs that run on it: the option --device, precisions, a statement's time."""
 
 import argparse
 import time
@@ -26,6 +26,17 @@ def out_of_memory(error):
     """Whether this is how torch, cuBLAS or the CPU's allocator says so."""
     words = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
     return any(said in str(error) for said in words)
+
+
+def precisions(device):
+    """Those that the scripts use on this device. An x86 CPU without AVX-512 takes minutes for a product in 16 bits."""
+    if device.type == "cpu":
+        return ["float32", "bf16", "fp16"] if torch.backends.cpu.get_cpu_capability() == "AVX512" else ["float32"]
+    if device.type != "cuda":
+        return ["float32", "fp16"]
+    capability = torch.cuda.get_device_capability(device)
+    least = {"float32": (0, 0), "fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
+    return [precision for precision, needs in least.items() if capability >= needs]
 
 
 def seconds(stmt, device, min_run_time=0.1, **names):

@@ -37,10 +37,7 @@ PROFILED_STEPS = 12  # 4 to settle, 1 to warm the profiler, 3 looked at; fp16 le
 FIT_STEPS = 10
 BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
 MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # the same in all of a measurement
-
-
-class TimeUp(Exception):
-    """The budget is spent."""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # Ctrl-C, the machine goes down, the budget is spent
 
 
 def largest(fits, start=16):
@@ -57,37 +54,53 @@ def largest(fits, start=16):
 
 
 class Measurement:
-    """A ladder.json in the making. Each run is saved before the next begins."""
+    """A ladder.json in the making. Each run is saved before the next begins.
+
+    A job is (its method, its row, what else it takes). The method writes its result into the record, and returns what
+    to say of it.
+    """
 
     def __init__(self, path, data, plan, host, progress, caches):
         self.path, self.data, self.plan, self.host, self.progress = path, data, plan, host, progress
         self.settings, self.caches, self.commit = data["settings"], caches, record.commit()
+        self.ladder = [row for row in plan if row.kind != "peer"]
         self.records = {row["name"]: row for row in data["rows"]}
         self.gpu, self.tried = gauge.find_gpu(host["gpu_id"]), set()
         self.bar, self.stage = progress.add_task(""), ""
 
     def stages(self):
-        """(title, jobs), the most important first. A job is (its method, its arguments); done ones are left out."""
-        ladder = [row for row in self.plan if row.kind != "peer"]
-        peers = [row for row in self.plan if row.kind == "peer"]
-        ten = next((row for row in rows() if row.name == TEN), None)
-        batches = [(ten, *cell) for cell in BATCHES] if self.settings["batches"] else []
-        yield "peak", self.left([(self.roof, None)])
-        yield "pass 1", self.passing(0, ladder)
-        yield "profile", self.profiling(ladder)
-        yield "batch sizes", self.left([(self.batch, *cell) for cell in batches])
-        yield "pass 1", self.passing(0, peers)
-        yield "profile", self.profiling(peers)
-        for number in range(self.settings["repeat"]):
-            yield f"pass {number + 1}", self.passing(number, self.plan)
-        yield "largest batch", self.left([(self.fit, row) for row in self.plan if self.settings["fit"]])
-        for number in range(self.settings["repeat"]):
-            yield f"pass {number + 1} on one host", self.of_other_hosts(number)
+        """(title, jobs) of all that was asked for, the most important first. A job may be in two stages."""
+        profiled = [row for row in self.plan if self.settings["profile"] and row.words[0].endswith(".py")]
+        ten = [row for row in rows() if self.settings["batches"] and row.name == TEN]
+        yield "peak", [(self.roof, None)]
+        yield "pass 1", [(self.measure, row, 0) for row in self.ladder]
+        yield "profile", [(self.profile, row) for row in profiled if row in self.ladder]
+        yield "batch sizes", [(self.batch, row, *cell) for row in ten for cell in BATCHES]
+        yield "pass 1", [(self.measure, row, 0) for row in self.plan]
+        yield "profile", [(self.profile, row) for row in profiled]
+        for number in range(1, self.settings["repeat"]):
+            plan = reversed(self.plan) if number % 2 else self.plan
+            yield f"pass {number + 1}", [(self.measure, row, number) for row in plan]
+        yield "largest batch", [(self.fit, row) for row in self.plan if self.settings["fit"]]
 
-    def left(self, jobs):
-        """Of these jobs the ones with no result, or with one that failed before this call."""
-        results = [(job, self.result(*job)) for job in jobs]
-        return [job for job, found in results if (not found or found.get("error")) and job not in self.tried]
+    def left(self):
+        """{job: its stage's title}, in order, of those with no result, or with one that failed before this call.
+
+        Last of all come those of a pass that two hosts have parts of which were not measured on this one.
+        """
+        left = {}
+        for title, jobs in self.stages():
+            for job in jobs:
+                found = self.result(*job)
+                if job not in self.tried and (not found or found.get("error")):
+                    left.setdefault(job, title)
+        for number in range(self.settings["repeat"]):
+            runs = [(row, self.result(self.measure, row, number)) for row in self.plan]
+            hosts = {row: run["host"] for row, run in runs if run and not run["error"]}
+            elsewhere = [row for row, host in hosts.items() if host != self.host["id"]]
+            if len(set(hosts.values())) > 1:
+                left |= {(self.measure, row, number): f"pass {number + 1} on one host" for row in elsewhere}
+        return left
 
     def result(self, do, row, *more):
         """What a job has in the record, or None."""
@@ -100,33 +113,32 @@ class Measurement:
             return cells.get(more)
         return self.records[row.name]["profile" if do == self.profile else "fit"]
 
-    def passing(self, number, plan):
-        """Of a pass what is left. Every second pass goes down the ladder."""
-        return self.left([(self.measure, row, number) for row in (reversed(plan) if number % 2 else plan)])
-
-    def of_other_hosts(self, number):
-        """Of a pass that two hosts have parts of, what was not measured on this one."""
-        runs = [(row, self.result(self.measure, row, number)) for row in self.plan]
-        hosts = {row: run["host"] for row, run in runs if run and not run["error"]}
-        cut = len(set(hosts.values())) > 1
-        return [(self.measure, row, number) for row, host in hosts.items() if cut and host != self.host["id"]]
-
-    def profiling(self, plan):
-        wanted = [row for row in plan if self.settings["profile"] and row.words[0].endswith(".py")]
-        return self.left([(self.profile, row) for row in wanted])
-
     def go(self):
-        """Do all that is left. Raises RuntimeError if every script failed."""
-        for title, jobs in self.stages():
-            for at, job in enumerate(jobs):
-                do, row, *more = job
-                self.stage = f"{title}, {at + 1}/{len(jobs)}"
-                self.progress.reset(self.bar, description=self.stage)
-                do(row, *more)
-                self.tried.add(job)
-            measured = {row.name for do, row, *_ in self.tried if do == self.measure}
-            if measured and all(self.records[name]["median_ms"] is None for name in measured):
-                raise RuntimeError("every script failed")
+        """Do all that is left, unless every script fails."""
+        while left := self.left():
+            job, title = next(iter(left.items()))
+            do, row, *more = job
+            self.stage = f"{title}, {len(left)} to go"
+            self.progress.reset(self.bar, description=self.stage)
+            said = do(row, *more)
+            self.tried.add(job)
+            self.save()
+            if said:
+                self.progress.console.print(said, highlight=False, markup=False, soft_wrap=True)
+            tried = self.tried.issuperset((self.measure, row, 0) for row in self.ladder)
+            if tried and not any(self.records[row.name]["median_ms"] for row in self.ladder):
+                sys.exit("measure.py: error: every script failed")
+
+    def save(self):
+        if self.host["id"] not in (host["id"] for host in self.data["hosts"]):
+            self.data["hosts"].append(self.host)
+        if self.commit not in self.data["commits"]:
+            self.data["commits"].append(self.commit)
+        record.summarise(self.data)
+        if all(self.records[row.name]["runs"] for row in self.ladder):
+            self.data["finished"] = self.data["finished"] or record.now()  # there is a whole table
+        self.data["complete"] = not self.left()
+        record.save(self.path, self.data)
 
     def state(self):
         """Which rows each pass has, and what is left."""
@@ -136,7 +148,7 @@ class Measurement:
             done = [name for name, run in runs.items() if run and not run["error"]]
             names = "" if len(done) in (0, len(runs)) else f": {', '.join(done)}"
             lines.append(f"pass {number + 1}: {len(done)} of {len(runs)} rows{names}")
-        return [*lines, f"left: {', '.join(dict.fromkeys(title for title, jobs in self.stages() if jobs))}"]
+        return [*lines, f"left: {', '.join(dict.fromkeys(self.left().values()))}"]
 
     # -- one run of each kind
 
@@ -144,65 +156,45 @@ class Measurement:
         """The folder where torch.compile keeps a row's kernels."""
         return self.caches / re.sub(r"\W+", "_", " ".join([row.name, *map(str, more)]))
 
-    def run(self, row, cache, fresh=True, **changed):
+    def run(self, row, fresh=True, **changed):
         """(the run, what the script wrote to stdout). A script that fails, in whatever way, is a run with an error.
 
         A fresh run finds nothing in its cache: its first step compiles everything.
         """
+        cache = self.cache(row, *changed.values())
         if fresh:
             shutil.rmtree(cache, ignore_errors=True)
         steps = changed.get("steps", self.settings["steps"])
         self.progress.reset(self.bar, total=steps, description=f"{self.stage}: {row.name}")
-        busy, cold, count, gpu = gauge.busy(self.gpu), not cache.exists(), 0, None
+        about = {"host": self.host["id"], "busy": gauge.busy(self.gpu), "cold": not cache.exists(), "gpu": None}
+        about["started"], start = record.now(), time.perf_counter()
         cache.mkdir(exist_ok=True, parents=True)
 
         def on_step():
-            nonlocal count, gpu
-            count += 1
-            gpu = gauge.reading(self.gpu) if count == steps // 2 + 1 else gpu  # under load
             self.progress.advance(self.bar)
+            if self.progress.tasks[0].completed == steps // 2 + 1:
+                about["gpu"] = gauge.reading(self.gpu)  # under load
 
-        about = {"started": record.now(), "host": self.host["id"], "busy": busy, "cold": cold}
-        start = time.perf_counter()
         text, errors, status = execute(command(row, self.settings, **changed), cache, on_step)
-        about |= {"process_s": round(time.perf_counter() - start, 2), "gpu": gpu}
+        about["process_s"] = round(time.perf_counter() - start, 2)
         return about | record.parse(text, errors, status, steps), text
-
-    def save(self):
-        if self.host["id"] not in (host["id"] for host in self.data["hosts"]):
-            self.data["hosts"].append(self.host)
-        if self.commit not in self.data["commits"]:
-            self.data["commits"].append(self.commit)
-        record.summarise(self.data)
-        if all(other["runs"] for other in self.data["rows"] if other["kind"] != "peer"):
-            self.data["finished"] = self.data["finished"] or record.now()  # there is a whole table
-        record.save(self.path, self.data)
-
-    def next(self, title, row, result):
-        """Save, and say what a row came to."""
-        self.save()
-        self.say(f"{title}  {row.name}: {result}")
-
-    def say(self, text):
-        self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def roof(self, _):
         flags = ("model", "batch-size", "seq-len", "device")
         try:
             self.data["roof"] = ask("roof.py", *(f"--{flag}={self.settings[flag.replace('-', '_')]}" for flag in flags))
         except RuntimeError as error:  # the speeds hold without it
-            self.say(f"no peak: {error}")
-        self.save()
+            return f"no peak: {error}"
 
     def measure(self, row, number):
         kept = self.records[row.name]
-        run, text = self.run(row, self.cache(row), fresh=number == 0)
+        run, text = self.run(row, fresh=number == 0)
         others = [other for other in kept["runs"] if other["pass"] != number]
         kept["runs"] = sorted([*others, {"pass": number} | run], key=lambda run: run["pass"])
         kept["precision"] = record.precision_used(row.precision, text)
         busy = f" (busy: {run['busy']})" if run["busy"] else ""
-        title = f"pass {number + 1}/{self.settings['repeat']}"
-        self.next(title, row, (run["error"] or f"{record.median_ms(run):,.2f} ms") + busy)
+        result = run["error"] or f"{record.median_ms(run):,.2f} ms"
+        return f"pass {number + 1}/{self.settings['repeat']}  {row.name}: {result}{busy}"
 
     def profile(self, row):
         words = command(row, self.settings, steps=PROFILED_STEPS)
@@ -212,42 +204,44 @@ class Measurement:
         if not error:  # a library may print something after it
             found = json.loads(next(line for line in reversed(text.splitlines()) if line.startswith('{"groups_ms"')))
         self.records[row.name]["profile"] = {"host": self.host["id"]} | found | {"error": error}
-        self.next("profile", row, error or f"{sum(found['groups_ms'].values()):,.2f} ms")
+        result = error or f"{sum(found['groups_ms'].values()):,.2f} ms"
+        return f"profile  {row.name}: {result}"
 
     def batch(self, row, size, mode):
-        run, text = self.run(row, self.cache(row, size, mode), batch_size=size, compile_mode=mode)
+        run, text = self.run(row, batch_size=size, compile_mode=mode)
         cell = {"batch_size": size, "compile_mode": mode}
         others = [other for other in self.data["batches"] if {k: other[k] for k in cell} != cell]
         cell |= {"precision": record.precision_used(row.precision, text), "run": run}
         self.data["batches"] = sorted([*others, cell], key=lambda cell: (cell["batch_size"], cell["compile_mode"]))
-        self.next(f"B {size}, {mode}", row, run["error"] or f"{record.median_ms(run):,.2f} ms")
+        result = run["error"] or f"{record.median_ms(run):,.2f} ms"
+        return f"B {size}, {mode}  {row.name}: {result}"
 
     def fit(self, row):
         """The largest micro-batch of a power of two that the device holds, and the speed with it."""
-        done = [self.records[other.name]["fit"] or {} for other in self.plan[: self.plan.index(row)]]
-        sizes = [fit["batch_size"] for fit in done if fit.get("batch_size")]
-        nothing = dict.fromkeys(("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error"))
-        fit = nothing | {"host": self.host["id"]}
+        fits = [kept["fit"] for kept in self.data["rows"] if kept["fit"] and kept["fit"]["batch_size"]]
+        fit = dict.fromkeys(("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error"))
+        fit["host"], runs = self.host["id"], {}
 
-        def fits(size):
-            run, _ = self.run(row, self.cache(row, size), batch_size=size, steps=FIT_STEPS)
-            if not run["error"]:
-                found = record.speed(self.data, size, record.median_ms(run), row.precision)
-                fit.update({k: found[k] for k in ("median_ms", "tokens_per_s")} | {"batch_size": size})
-                fit["peak_memory_gib"] = run["peak_memory_gib"]
-            elif record.too_large(run["error"]):
-                fit["limit"] = run["error"]
-            else:
-                raise RuntimeError(run["error"])
-            return not run["error"]
+        def holds(size):
+            runs[size], _ = self.run(row, batch_size=size, steps=FIT_STEPS)
+            error = runs[size]["error"]
+            if error and not record.too_large(error):  # it says nothing of what fits
+                raise RuntimeError(error)
+            return not error
 
         try:
-            largest(fits, sizes[-1] if sizes else 16)  # the next will be near
-        except RuntimeError as error:  # it says nothing of what fits
-            fit |= nothing | {"error": str(error)}
+            size = largest(holds, fits[-1]["batch_size"] if fits else 16)  # it will be near that of another row
+            fit["limit"] = next((run["error"] for run in reversed(runs.values()) if run["error"]), None)
+        except RuntimeError as error:
+            size, fit["error"] = 0, str(error)
+        said = fit["error"] or "none fits"
+        if size:
+            speed = record.speed(self.data, size, record.median_ms(runs[size]), row.precision)
+            fit |= {"batch_size": size, "peak_memory_gib": runs[size]["peak_memory_gib"]}
+            fit |= {key: speed[key] for key in ("median_ms", "tokens_per_s")}
+            said = f"B {size}, {fit['tokens_per_s']:,.0f} tok/s"
         self.records[row.name]["fit"] = fit
-        found = f"B {fit['batch_size']}, {fit['tokens_per_s']:,.0f} tok/s" if fit["batch_size"] else "none fits"
-        self.next("largest batch", row, fit["error"] or found)
+        return f"largest batch  {row.name}: {said}"
 
 
 def begin(this, plan, name, out, line):
@@ -306,8 +300,8 @@ def arguments():
     return parser, args, shlex.join(["python", "measure/measure.py", *how.parse_known_args()[1]])
 
 
-def look(args):
-    """(settings, the machine, the host, a name for the folder). Raises RuntimeError, ValueError."""
+def look(args, plan):
+    """(what is the same in all of a measurement, the host, a name for the folder). Raises RuntimeError, ValueError."""
     found = ask("machine.py", *(["--device", args.device] if args.device else []))
     cpu = found["device"] == "cpu"
     if cpu and args.fit:
@@ -316,78 +310,44 @@ def look(args):
         seen, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(found["device"].partition(":")[2] or 0)
         os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[index].strip() if seen else str(index)
         found["device"] = "cuda"
-    model = args.model or ("nano" if cpu else "gpt2")
-    settings = {
-        "model": model,
-        "batch_size": args.batch_size,
-        "seq_len": args.seq_len or (128 if model == "nano" else 1024),
-        "steps": args.steps or (20 if cpu else 50),
-        "device": found["device"],
-        "repeat": args.repeat or (1 if cpu else 3),
-        "only": sorted(set(args.only)),
-    } | {name: getattr(args, name) for name in ("peers", "branches", "profile", "batches", "fit")}
+    settings = {key: value for key, value in vars(args).items() if key not in ("budget", "cache", "out")}
+    settings["model"] = args.model or ("nano" if cpu else "gpt2")
+    settings["seq_len"] = args.seq_len or (128 if settings["model"] == "nano" else 1024)
+    settings["steps"] = args.steps or (20 if cpu else 50)
+    settings["repeat"] = args.repeat or (1 if cpu else 3)
+    settings |= {"device": found["device"], "only": sorted(set(args.only))}
     machine = {key: found[key] for key in MACHINE} | ({} if cpu else {"threads": None})
     host = {key: value for key, value in found.items() if key not in MACHINE}
     known = [platform.node(), *(host[key] for key in ("gpu_id", "driver", "cpu", "cores"))]
     host = {"id": gauge.short_hash(json.dumps(known)), **host}
     host["gpu"] = gauge.reading(gauge.find_gpu(host["gpu_id"]))  # before any load
     name = re.sub(r"[^a-z0-9]+", "-", f"{'cpu ' if cpu else ''}{machine['name']}".lower()).strip("-")
-    return settings, machine, host, name
+    sources = record.sources(row.words for row in plan)
+    return {"settings": settings, "machine": machine, "sources_sha256": sources}, host, name
 
 
-def main():
-    started = time.monotonic()
-    parser, args, line = arguments()
-    # the table and the plots take some seconds
-    ends = started + (60 * args.budget - min(15, 15 * args.budget) if args.budget else float("inf"))
-
-    def stop(number, _):
-        for other in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-            signal.signal(other, signal.SIG_IGN)  # the table is written
-        if number == signal.SIGALRM:
-            raise TimeUp
-        sys.exit(128 + number)  # the child is ended, the file is whole
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-        signal.signal(number, stop)
-    try:
-        settings, machine, host, name = look(args)
-        plan = rows(args.peers, args.branches, args.only)
-        sources = record.sources(row.words for row in plan)
-        this = {"settings": settings, "machine": machine, "sources_sha256": sources}
-        folder, data = begin(this, plan, name, args.out, line)
-        new = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        parser.error(" ".join(str(error).split()))
-
-    next_time = (
-        "what failed is tried again" if any(r["error"] for r in data["rows"]) else "move it away to measure anew"
-    )
+def go_on(folder, data, plan, host, cache):
+    """Do what is left of a measurement, and write its table however that ends."""
+    new, bar = not folder.exists(), (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = any(row["error"] for row in data["rows"])
+    next_time = "what failed is tried again" if failed else "move it away to measure anew"
     done = f" (measured already: {next_time})" if data["complete"] else ""
+    settings = data["settings"]
     print(f"{settings['model']}, B {settings['batch_size']}, T {settings['seq_len']} -> {folder}{done}", flush=True)
-    bar = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     try:
         with (
             tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary,
             Progress(*bar, transient=True) as progress,
         ):
-            caches = args.cache.resolve() if args.cache else Path(temporary)
+            caches = cache.resolve() if cache else Path(temporary)
             measurement = Measurement(folder / "ladder.json", data, plan, host, progress, caches)
-            try:
-                if args.budget:
-                    signal.setitimer(signal.ITIMER_REAL, max(ends - time.monotonic(), 0.001))
-                measurement.go()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except TimeUp:
-                measurement.say("the budget is spent")
-            data["complete"] = not any(jobs for _, jobs in measurement.stages())
-            record.summarise(data)
-            record.save(folder / "ladder.json", data)
-    except (OSError, ValueError) as error:
-        parser.error(" ".join(str(error).split()))
-    except RuntimeError as error:
-        sys.exit(f"{parser.prog}: error: {error}")
+            measurement.go()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except SystemExit as end:
+        if end.code == 0:
+            print("the budget is spent")
+        raise
     finally:
         if (folder / "ladder.json").exists():
             render.write(folder)
@@ -396,6 +356,28 @@ def main():
                 print(*measurement.state(), f"{how_far}: run the same command again", sep="\n")
         elif new:
             shutil.rmtree(folder)  # nothing was measured
+
+
+def stop(number, _):
+    """End in order, on Ctrl-C or when the budget is spent: the child is ended, the file is whole."""
+    for other in STOPS:
+        signal.signal(other, signal.SIG_IGN)  # the table is written
+    sys.exit(0 if number == signal.SIGALRM else 128 + number)
+
+
+def main():
+    parser, args, line = arguments()
+    for number in STOPS:
+        signal.signal(number, stop)
+    if args.budget:  # the table and the plots take some seconds
+        signal.setitimer(signal.ITIMER_REAL, 60 * args.budget - min(15, 15 * args.budget))
+    try:
+        plan = rows(args.peers, args.branches, args.only)
+        this, host, name = look(args, plan)
+        folder, data = begin(this, plan, name, args.out, line)
+        go_on(folder, data, plan, host, args.cache)
+    except (OSError, RuntimeError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
 
 
 if __name__ == "__main__":

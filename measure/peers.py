@@ -17,9 +17,8 @@ import tempfile
 import time
 
 import torch
-from device import add_device, out_of_memory
+from device import add_device, out_of_memory, precisions
 from record import ROOT
-from roof import precisions
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -62,13 +61,6 @@ def plain(model, loader, steps, device, report, use_bf16):
         report(report.clock() - start, loss.item())
 
 
-def compiled(model, loader, steps, device, report, use_bf16):
-    """The same with bf16 and torch.compile."""
-    torch.set_float32_matmul_precision("high")
-    model.compile()
-    plain(model, loader, steps, device, report, use_bf16)
-
-
 class Rows(torch.utils.data.IterableDataset):
     """The loader's batches, row by row: Trainer stacks them again."""
 
@@ -83,7 +75,6 @@ class Rows(torch.utils.data.IterableDataset):
 
 def trainer(model, loader, steps, device, report, use_bf16):
     """transformers.Trainer."""
-    torch.set_float32_matmul_precision("high")
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
             output_dir=folder,
@@ -139,9 +130,8 @@ class Report(transformers.TrainerCallback):
 
 
 def main():
-    peers = {"plain": plain, "compiled": compiled, "trainer": trainer}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("peer", choices=peers)
+    parser.add_argument("peer", choices=["plain", "compiled", "trainer"])
     parser.add_argument("--model", choices=rung.MODELS, default="gpt2", help="default gpt2")
     parser.add_argument("--batch-size", type=int, default=4, help="B, default 4")
     parser.add_argument("--seq-len", type=int, default=1024, help="T, default 1024")
@@ -162,13 +152,16 @@ def main():
     print(f"device {device} | torch {torch.__version__} | {args.model} {size:,} parameters", end=" ")
     print(f"| B {loader.B} T {loader.T}")
     use_bf16 = args.peer != "plain" and "bf16" in precisions(device)
-    if args.peer != "plain" and "tf32" not in precisions(device):
-        print("no TF32 here")  # as rung 10 says, for measure.py
-    if args.peer != "plain" and not use_bf16:
-        print("no bf16 here")
-    report = Report(device, tokens)
+    if args.peer != "plain":
+        torch.set_float32_matmul_precision("high")
+        for name, precision in ("TF32", "tf32"), ("bf16", "bf16"):
+            if precision not in precisions(device):
+                print(f"no {name} here")  # as rung 10 says, for measure.py
+    if args.peer == "compiled":
+        model.compile()
+    report, train = Report(device, tokens), trainer if args.peer == "trainer" else plain
     try:
-        peers[args.peer](model, loader, args.steps, device, report, use_bf16)
+        train(model, loader, args.steps, device, report, use_bf16)
     except RuntimeError as error:  # as the rungs
         if out_of_memory(error):
             sys.exit(f"{parser.prog}: error: out of memory with B {loader.B} and T {loader.T}")

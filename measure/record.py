@@ -152,10 +152,9 @@ def commit():
     """The commit that is measured, marked where a tracked file differs from it; None where git does not know."""
     if not shutil.which("git"):
         return None
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    clean = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True).returncode == 0
-    return head.stdout.strip() + ("" if clean else " and uncommitted changes") if head.returncode == 0 else None
+    words = "git describe --always --exclude=* --abbrev=40".split()
+    said = subprocess.run([*words, "--dirty= and uncommitted changes"], cwd=ROOT, capture_output=True, text=True)
+    return said.stdout.strip() or None
 
 
 def sources(commands):

@@ -14,7 +14,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from device import add_device, seconds
+from device import add_device, precisions, seconds
 from gauge import find_gpu, gpu_id, reading
 from record import ROOT
 
@@ -40,17 +40,6 @@ def products(config, tokens, square):
     own = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
     own["lm_head"] = (C, config.vocab_size)
     return {name: (tokens, *shape) for name, shape in own.items()} | {"square": (square, square, square)}
-
-
-def precisions(device):
-    """Those that the scripts use on this device. An x86 CPU without AVX-512 takes minutes for a product in 16 bits."""
-    if device.type == "cpu":
-        return ["float32", "bf16", "fp16"] if torch.backends.cpu.get_cpu_capability() == "AVX512" else ["float32"]
-    if device.type != "cuda":
-        return ["float32", "fp16"]
-    capability = torch.cuda.get_device_capability(device)
-    least = {"float32": (0, 0), "fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
-    return [precision for precision, needs in least.items() if capability >= needs]
 
 
 def check_tf32(device):
