@@ -57,7 +57,7 @@ def read(script):
 
 def write(script, text):
     """The whole file or nothing, whatever happens on the way."""
-    path, new = ROOT / script, ROOT / f"{script}.new"
+    path, new = ROOT / script, ROOT / f"{script}.propagate.tmp"
     try:
         new.write_bytes(text.encode())
         shutil.copymode(path, new)

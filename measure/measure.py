@@ -6,7 +6,8 @@ R times, up and down in turns (A B C, C B A, A B C ...), so that a machine that 
 the median over the passes of the quotient within a pass. What matters most is measured first: the peak of the device,
 one pass over the ladder, the profile, the table of batch sizes, the peers, further passes, the largest batch.
 
-A measurement that was cut, by Ctrl-C or by --budget, is kept: the same command continues it and retries what failed.
+A measurement that was cut, by Ctrl-C or by --budget, is kept, but for the run under way: the same command continues it
+and retries what failed.
 It may continue on another host with the same GPU, torch and CUDA. Each pass belongs to one host: of a pass that was
 cut, the runs of another host are repeated here, last of all.
 """

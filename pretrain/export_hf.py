@@ -12,7 +12,7 @@ from pathlib import Path
 
 from checkpoint import load_model
 
-os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
 TOKENIZER = Path(__file__).resolve().parents[1] / "tokenizer"
 
 
@@ -45,7 +45,9 @@ def export(model, folder):
 
     disable_progress_bar()
     to_hf(model).save_pretrained(folder)
-    gpt2_tokenizer().save_pretrained(folder)
+    tokenizer = gpt2_tokenizer()
+    tokenizer.save_pretrained(folder)
+    tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json and merges.txt, which older programs read
 
 
 def main():
@@ -58,12 +60,15 @@ def main():
         parser.error(f"{args.folder} exists already")
     try:
         model = load_model(args.model)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
         args.folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.folder.parent) as unfinished:  # it gets its name when it is whole
             export(model, Path(unfinished) / "model")
             os.rename(Path(unfinished) / "model", args.folder)
     except Exception as error:  # safetensors has kinds of its own
-        parser.error(" ".join(str(error).split()))
+        sys.exit(f"{parser.prog}: error: {args.folder}: {' '.join(str(error).split())}")
     print(f"{args.folder} holds {args.model}, as transformers and --init-from read it")
 
 

@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +63,7 @@ class Shard:
         """Memory-mapped, and checked when first asked for: all shards at the start would be 20 GB to read."""
         checksum = Path(f"{self.path}.sha256")
         digest = hashlib.sha256(np.memmap(self.path, mode="r")).hexdigest() if checksum.exists() else None
-        if digest and checksum.read_text().split() != [digest, self.path.name]:
+        if digest and checksum.read_text(errors="replace").lower().split()[:1] != [digest]:
             raise DataError(f"{self.path} is damaged: its SHA-256 is not the one in {checksum}")
         tokens = np.memmap(self.path, dtype="<u2", mode="r", offset=HEADER_BYTES)
         if (largest := tokens.max()) >= VOCABULARY:
@@ -72,12 +73,15 @@ class Shard:
 
 def read_shards(folder):
     """(the first shard for validation, all those for training), by their names. Raises DataError."""
-    shards = [Shard(path) for path in sorted(Path(folder).glob("*.bin"))]
-    held_out, training = ([s for s in shards if kind in s.path.name] for kind in ("_val", "_train"))
-    if not held_out or not training or len(held_out) + len(training) != len(shards):
-        counts = f"of {len(shards)} shards {len(training)} are named *_train_*.bin and {len(held_out)} *_val_*.bin"
+    shards = {"val": [], "train": [], "other": []}
+    for path in sorted(Path(folder).glob("*.bin")):
+        kind = re.search(r"_(val|train)[_.]", path.name)
+        shards[kind[1] if kind else "other"].append(Shard(path))
+    if shards["other"] or not shards["val"] or not shards["train"]:
+        train, val, other = (len(shards[kind]) for kind in ("train", "val", "other"))
+        counts = f"{train} shards are named *_train_*.bin, {val} *_val_*.bin, {other} otherwise"
         raise DataError(f"{folder}: {counts}: each must be one of the two, and there must be both")
-    return held_out[0], training
+    return shards["val"][0], shards["train"]
 
 
 def shard_path(folder, number):
@@ -87,11 +91,14 @@ def shard_path(folder, number):
 def replace(path, data):
     """Write a file whole or not at all: it gets its name when all of it is on the disk. Raises OSError."""
     unfinished = Path(f"{path}.tmp")
-    with open(unfinished, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def write_shard(path, tokens):
@@ -122,6 +129,9 @@ def open_rows(files, columns, dataset=None, **config):
     logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, by the caller
     if files and Path(files[0]).suffix == ".txt":
         return IterableDataset.from_generator(whole_texts)
+    for file in files:
+        if not os.path.isfile(file):
+            raise DataError(f"{file} is not a file")
     if files:
         names = [glob.escape(str(Path(file).resolve())) for file in files]  # load_dataset would take a [ for a pattern
         dataset, config = BUILDERS.get(Path(files[0]).suffix, "json"), {"data_files": names, "split": "train"}
@@ -213,11 +223,13 @@ def main():
     parser.add_argument("--column", default="text", help="default text")
     parser.add_argument("--shard-size", type=int, default=100_000_000, help="tokens per shard, default 100 million")
     args = parser.parse_args()
-    if args.shard_size < 2:
-        parser.error("--shard-size must be at least 2")
+    if not 2 <= args.shard_size < 2**31:
+        parser.error("--shard-size must be at least 2, and less than 2**31")
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     for file in args.files:
-        if not os.path.isfile(file) or Path(file).suffix not in BUILDERS:
+        if not os.path.isfile(file):
+            parser.error(f"{file} is not a file")
+        if Path(file).suffix not in BUILDERS:
             parser.error(f"{file} is not a .txt, .jsonl or .parquet file")
     if len({BUILDERS[Path(file).suffix] for file in args.files}) > 1:
         parser.error("give files of one kind only, the others to another --out")
@@ -234,7 +246,7 @@ def main():
             with contextlib.suppress(OSError):
                 args.out.rmdir()  # if nothing else is in it
         where = " ".join(args.files[:3]) or f"{args.dataset} on the hub"
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300] or "there is no text in it"
         parser.exit(1 if done["shards"] else 2, f"{parser.prog}: error: {where} to {args.out}: {reason}\n")
     print(f"{args.out} is complete: {done['tokens']} tokens, {done['shards']} shards")
 

@@ -37,7 +37,7 @@ def read_examples(source):
             examples.append((encode(row["ctx"]) or [50256], endings, label))
     except Exception as error:  # the library raises a dozen kinds
         where = "" if isinstance(error, (DataError, OSError)) else f"after {len(examples)} examples: "
-        raise DataError(f"HellaSwag, {source}: {where}{' '.join(str(error).split())[:300]}") from None
+        raise DataError(f"HellaSwag, {source}: {where}{' '.join(str(error).split())[:300] or 'it is empty'}") from None
     if not examples:
         raise DataError(f"HellaSwag, {source}: it has no examples")
     return examples

@@ -39,7 +39,8 @@ def main():
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     tokenizer = gpt2_tokenizer()
     end = tokenizer.eos_token_id
-    prompt = tokenizer.encode(args.prompt, split_special_tokens=True) or [end]
+    text = args.prompt.encode(errors="replace").decode()  # it may hold bytes that are not UTF-8
+    prompt = tokenizer.encode(text, split_special_tokens=True) or [end]
     try:
         model = to_hf(load_model(args.model, args.device)).to(args.device)
     except ValueError as error:
@@ -60,7 +61,7 @@ def main():
             **sampling,
         )
         for text in texts[1:]:
-            print(f"\n{tokenizer.decode(text, skip_special_tokens=True)}")
+            print(f"\n{tokenizer.decode(text, skip_special_tokens=True)}", flush=True)
     except BrokenPipeError:  # a reader such as head has what it wants; Python would write the rest at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except RuntimeError as error:

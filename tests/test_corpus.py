@@ -107,7 +107,8 @@ def test_no_document_is_lost_or_written_twice(shard, files, tokens, tmp_path, ki
 def test_a_killed_run_goes_on_to_the_same_shards(files, tmp_path, kind):
     """Killed with SIGKILL twice, early and late in its work; the same command goes on."""
     out = tmp_path / "shards"
-    command = [sys.executable, ROOT / "pretrain/fineweb.py", *sorted(files.glob(kind)), "--shard-size", "1000", "--out"]
+    inputs = sorted(files.glob(kind)) * 3  # or it could end before it is killed
+    command = [sys.executable, ROOT / "pretrain/fineweb.py", *inputs, "--shard-size", "1000", "--out"]
     subprocess.run([*command, tmp_path / "undisturbed"], check=True, capture_output=True)
     for count in (1, 60):
         process = subprocess.Popen([*command, out], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -115,10 +116,9 @@ def test_a_killed_run_goes_on_to_the_same_shards(files, tmp_path, kind):
             time.sleep(0.001)
         process.kill()
         assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
-        assert len(list(out.glob("*.bin"))) < 300
     subprocess.run([*command, out], check=True, capture_output=True)
     names = sorted(path.name for path in (tmp_path / "undisturbed").glob("*.bin*"))
-    assert sorted(path.name for path in out.glob("*.bin*")) == names and len(names) > 600  # half are checksums
+    assert sorted(path.name for path in out.glob("*.bin*")) == names and len(names) > 1800  # half are checksums
     for name in names:
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), name
     assert not list(out.glob("*.tmp"))
@@ -138,9 +138,10 @@ def test_less_than_one_shard_is_divided_and_a_second_run_does_nothing(shard, ref
 
 
 WRONG_CORPUS = {
-    "no such file": (["nowhere.jsonl"], "nowhere.jsonl"),
+    "no such file": (["nowhere.jsonl"], r"\S*nowhere.jsonl is not a file"),
+    "no text": (["empty.jsonl"], "there is no text in it"),
     "two kinds": (["a.jsonl", "b.txt"], "give files of one kind only"),
-    "a folder": (["foreign"], r"\S*foreign is not a \.txt, \.jsonl or \.parquet file"),
+    "a folder": (["foreign"], r"\S*foreign is not a file"),
     "an unknown kind": (["c.doc"], r"\S*c\.doc is not a \.txt, \.jsonl or \.parquet file"),
     "no such column": (["a.jsonl", "--column", "body"], "body"),
     "a row without text": (["hole.jsonl"], "no text"),
@@ -155,6 +156,7 @@ WRONG_CORPUS = {
     "a progress.json of another program": (["a.jsonl", "--out", "theirs"], "theirs: its progress.json"),
     "one shard alone": (["a.jsonl", "--shard-size", "12"], "12 tokens make no two shards"),
     "a shard of one token": (["a.jsonl", "--shard-size", "1"], "at least 2"),
+    "more tokens than the header can count": (["a.jsonl", "--shard-size", str(2**31)], "less than 2"),
 }
 
 
@@ -163,6 +165,7 @@ def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, ca
     arguments, pattern = WRONG_CORPUS[case]
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one two three four five six seven eight nine ten now"}))
     assert len(encode("one two three four five six seven eight nine ten now")) == 11
+    (tmp_path / "empty.jsonl").touch()
     (tmp_path / "hole.jsonl").write_text('{"text": "one"}\n{"text": null}\n')
     (tmp_path / "broken.jsonl").write_text('{"text": "one"}\n{"text": \n')
     (tmp_path / "b.txt").write_text("text")
@@ -292,11 +295,11 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
         refused(TRAIN, "--data", tmp_path, says=re.escape(str(path)))
 
 
-@pytest.mark.parametrize("names", [["x_train_1", "x_train_2"], ["x_val_0"], ["x_val_0", "x_train_1", "y"], []])
+@pytest.mark.parametrize("names", [["x_train_1", "x_train_2"], ["x_val_0"], ["x_val_0", "x_train_1", "y_values_2"], []])
 def test_shards_whose_names_do_not_say_what_they_are_for_are_refused(names, tmp_path, refused):
     for name in names:
         write_shard(tmp_path / f"{name}.bin", np.arange(3000))
-    refused(TRAIN, "--data", tmp_path, says=rf"{re.escape(str(tmp_path))}: of {len(names)} shards .*_val_.* both")
+    refused(TRAIN, "--data", tmp_path, says=rf"{re.escape(str(tmp_path))}: \d shards are named .* both")
 
 
 def test_a_shard_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

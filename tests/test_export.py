@@ -1,5 +1,6 @@
 """A model exported to Hugging Face keeps its logits; a sample is what the model finds likely, printed as it comes."""
 
+import os
 import shlex
 import signal
 import subprocess
@@ -50,7 +51,7 @@ def test_an_exported_model_has_the_same_logits_and_gpt2s_tokenizer(trained, expo
         torch.testing.assert_close(theirs, ours(idx)[..., :50257], atol=1e-5, rtol=1e-5)
         assert torch.equal(hf.train()(idx).logits, theirs)  # no dropout for whoever trains it on, either
     assert theirs.shape[-1] == 50257 and theirs.std() > 0.1
-    assert (exported / "model.safetensors").exists()
+    assert all((exported / name).exists() for name in ("model.safetensors", "vocab.json", "merges.txt"))
     tokenizer = AutoTokenizer.from_pretrained(exported)
     text = "To be, or not\n\nto be: Ünïcode 漢字 🙂  "
     assert tokenizer(text)["input_ids"] == encode(text) and tokenizer.decode(encode(text)) == text
@@ -129,9 +130,9 @@ def likeliest(model, tokens, count):
     return tokens
 
 
-@pytest.mark.parametrize("prompt", ["", "O Romeo 漢, <|endoftext|> as text", "word " * 30])
+@pytest.mark.parametrize("prompt", ["", "O Romeo 漢, <|endoftext|> as text", "caf\udce9", "word " * 30])
 def test_greedy_text_is_the_models_likeliest(write, prompt):
-    model, tokens = uneven(), encode(prompt)
+    model, tokens = uneven(), encode(prompt.encode(errors="replace").decode())  # ? for what is not UTF-8
     text = likeliest(model, tokens or [END], 25)[0 if tokens else 1 :]
     assert END not in text[len(tokens) :] and len(set(text[len(tokens) :])) > 3
     text = tiktoken.get_encoding("gpt2").decode(text)
@@ -185,9 +186,11 @@ def test_the_samples_of_a_command(run, small):
     assert again.stdout == done.stdout
     assert done.stdout.count("O Romeo 漢") == 3
     assert len({text for text in done.stdout.split("O Romeo 漢")}) == 4
-    head = ["bash", "-c", f"set -o pipefail; {shlex.join([sys.executable, *map(str, words)])} | true"]
-    done = subprocess.run(head, cwd=ROOT, capture_output=True, text=True)
-    assert done.stderr == "" and done.returncode == 0
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for reader in ("true", "head -c 1"):
+        head = ["bash", "-c", f"set -o pipefail; {shlex.join([sys.executable, *map(str, words)])} | {reader}"]
+        done = subprocess.run(head, cwd=ROOT, env=buffered, capture_output=True, text=True)
+        assert done.stderr == "" and done.returncode == 0, reader
 
 
 def test_a_sample_is_printed_as_it_comes(write, monkeypatch, capsys):

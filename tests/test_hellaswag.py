@@ -120,6 +120,7 @@ def test_a_context_may_be_empty_and_a_line_may_hold_any_character(tmp_path):
 
 
 WRONG_EXAMPLE = {
+    "an empty file": ("", "after 0 examples: it is empty"),
     "not JSON": ('{"ctx": "The cat', "JSON parse error.* row 1"),
     "no context": ('{"endings": ["a", "b", "c", "d"], "label": 0}', "after 1 examples: .*None"),
     "three endings": (example(["a", "b", "c"], 0), "after 1 examples: 3 endings"),
@@ -132,7 +133,7 @@ WRONG_EXAMPLE = {
 @pytest.mark.parametrize("case", WRONG_EXAMPLE)
 def test_what_is_no_example_is_one_line(case, tmp_path):
     line, pattern = WRONG_EXAMPLE[case]
-    (tmp_path / "x.jsonl").write_text(example(["a", "b", "c", "d"], 2) + line + "\n")
+    (tmp_path / "x.jsonl").write_text(example(["a", "b", "c", "d"], 2) + line + "\n" if line else "")
     with pytest.raises(ValueError, match=pattern):
         hellaswag.read_examples(tmp_path / "x.jsonl")
 

@@ -356,7 +356,10 @@ WRONG_RUN = {
         ["--hellaswag", "broken.jsonl"],
         "HellaSwag, broken.jsonl: after 0 .*JSON",
     ),
-    "HellaSwag that is not there": (["--hellaswag", "nowhere.jsonl"], "HellaSwag, nowhere.jsonl: Unable to find"),
+    "HellaSwag that is not there": (
+        ["--hellaswag", "nowhere.jsonl"],
+        "HellaSwag, nowhere.jsonl: nowhere.jsonl is not a file",
+    ),
     "HellaSwag on no hub": (
         ["--hellaswag", "Rowan/hellaswag"],
         "the hub; without a network, give a file",
