@@ -77,11 +77,12 @@ def test_the_export_touches_no_folder_that_is_there(refused, trained, tmp_path):
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.bin"])
 def test_a_file_of_save_is_read_too(tmp_path, name):
+    config = nano(LONG).config
     words = "--model", "nano", "--steps", 2, *SHORT, "--save", tmp_path / name
     *_, last = watch("ddp_run.py", *words)
     model = load_model(tmp_path / name)
     assert all(torch.equal(p, last.after[name]) for name, p in model.named_parameters())
-    assert model.config == nano(LONG).config
+    assert model.config == config
 
 
 def test_the_number_of_heads_is_that_of_the_model_as_wide():
