@@ -362,7 +362,7 @@ def test_the_bandwidth_of_a_bus_does_not_depend_on_the_number_of_ranks(monkeypat
         monkeypatch.setattr(dist, name, lambda *args, answer=answer: answer)
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: SimpleNamespace(wait=lambda: None))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(allreduce, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(allreduce, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=lambda _: None))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("sys.argv", ["allreduce.py", "--model", "gpt2", "--device", "cpu"])
     allreduce.main()
