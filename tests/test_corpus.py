@@ -299,7 +299,8 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
 def test_shards_whose_names_do_not_say_what_they_are_for_are_refused(names, tmp_path, refused):
     for name in names:
         write_shard(tmp_path / f"{name}.bin", np.arange(3000))
-    refused(TRAIN, "--data", tmp_path, says=rf"{re.escape(str(tmp_path))}: \d shards are named .* both")
+    words = "--data", tmp_path, "--steps", 1, "--total-batch-size", 512  # or a mistake would train for hours
+    refused(TRAIN, *words, says=rf"{re.escape(str(tmp_path))}: \d shards are named .* both")
 
 
 def test_a_shard_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
