@@ -9,6 +9,7 @@ help:
 	@echo 'make diff-03     what rung 03 changes; diff-ddp, diff-long, diff-train, diff-fsdp, diff-fp16'
 	@echo 'make docs        the site: every diff as a page, in docs/site/'
 	@echo 'make ladder      measure the scripts on this machine; ARGS="--profile --budget 30"'
+	@echo 'make counts      FLOPs, bytes and kernels of each rung, by count, without a GPU; ARGS="--card 4090 --batch-size 16"'
 	@echo 'make compare     two measurements side by side; ARGS="results/ONE results/OTHER"'
 	@echo 'make plot        the losses of runs, from their logs; ARGS="runs/a.jsonl runs/b.jsonl"'
 	@echo 'make test        lint and most tests, 5 to 9 minutes: before every commit'
@@ -28,6 +29,9 @@ docs: .venv/dev
 
 ladder: .venv/dev
 	.venv/bin/python measure/measure.py $(ARGS)
+
+counts: .venv/dev
+	.venv/bin/python measure/counts.py $(ARGS)
 
 compare: .venv/dev
 	.venv/bin/python measure/compare.py $(ARGS)
@@ -69,4 +73,4 @@ chromium:
 		apt-get update && apt-get install -y --no-install-recommends chromium; \
 	fi
 
-.PHONY: chromium compare docs figures help ladder lint plot propagate readme run test test-all
+.PHONY: chromium compare counts docs figures help ladder lint plot propagate readme run test test-all

@@ -29,6 +29,7 @@ from pygments.token import STANDARD_TYPES
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "dev"), str(ROOT / "measure")]
+import floor  # noqa: E402
 import plot  # noqa: E402
 import record  # noqa: E402
 import render  # noqa: E402
@@ -184,6 +185,7 @@ class Site:
         worked = [name for name in self.results if (self.row(name, "baseline.py") or {}).get("median_ms")]
         if not worked:
             raise ValueError("results/ holds no finished measurement of baseline.py: make ladder")
+        self.steps, self.counted_with = floor.read_counts(), json.loads(source("results/counts.json"))["torch"]
         self.first, self.logged = next(iter(self.results)), worked[0]
         self.no_gpu = render.part("no_gpu.txt", results=self.results)
         loader = jinja2.FileSystemLoader([DOCS, DOCS / "pages"])
@@ -198,6 +200,7 @@ class Site:
             changed_lines=changed_lines,
             times=render.times,
             later=LATER,
+            table=lambda rows: Markup(render.part("table.md", table=rows)),
         )
 
     def part(self, name, **values):
@@ -235,6 +238,44 @@ class Site:
     def row(self, name, script):
         """What was measured of a script in one of the results, or None."""
         return next((row for row in self.results[name]["rows"] if row["name"] == script), None)
+
+    def counts(self, rung):
+        """FLOPs, bytes and kernels of a step of a rung and of the one before it, and the bytes of what changed."""
+        steps = self.steps[render.COUNTED]
+        both = [steps[script] for script in (rung.before, rung.file) if script]
+        rows, least = {}, 0.01 * floor.totals(both[0])[1]
+        for what, unit, place in (("FLOPs", "TFLOP", 0), ("bytes moved", "GB", 1), ("kernels", "", 2)):
+            rows[what] = [floor.totals(step)[place] for step in both], unit
+        for kind in render.GROUPS:
+            moved = [floor.totals(step, kind)[1] for step in both]
+            if max(moved) - min(moved) >= least or len(both) == 1 and moved[0]:
+                rows[f"bytes: {kind}"] = moved, "GB"
+        return self.part("counts.md", rows=rows, names=[title(script) for script in (rung.before, rung.file) if script])
+
+    def counted(self, steps):
+        return floor.cells({title(script): step for script, step in steps.items()})
+
+    def figure_of_counts(self):
+        return self.inline(render.three_counts(self.steps[render.COUNTED]), "counts")
+
+    def cards(self, batch_size):
+        """The floor of each rung on each card of cards.toml: a dict for each row."""
+        steps, cards = self.steps["gpt2", batch_size, 1024], read_toml("measure/cards.toml")
+        return [
+            {"floor, ms": title(script)} | {name: f"{floor.Card.read(name).floor_ms(step)[0]:.1f}" for name in cards}
+            for script, step in steps.items()
+        ]
+
+    def logs(self):
+        """What others measured, each with its table beside the floor, and the rungs by their gains, measured and floor."""
+        for log in read_toml("results/public.toml")["log"]:
+            rows = floor.beside(log, self.steps["gpt2", log["batch_size"], log["seq_len"]])
+            orders = []
+            for gain in ("measured, × the one before", "floor, × the one before"):
+                gained = [row for row in rows if row[gain] and float(row[gain][:-1]) >= 1.02]
+                gained.sort(key=lambda row: -float(row[gain][:-1]))
+                orders.append(", ".join(title(row["script"])[:2] for row in gained))
+            yield log, rows, orders
 
     def measured_ms(self, script, prediction):
         """The newest median step on the device, model, B and T of a prediction, or None."""

@@ -22,7 +22,8 @@ GROUPS = {
     # nvjet: cuBLAS from Hopper on; tem_fused: a product that Inductor wrote itself, with what follows it fused in
     "matmul": r"gemm|gemv|nvjet|cutlass|cublas|splitk|tem_fused|^aten::_?(add|scaled_)?mm(_activation)?$",
     "softmax and loss": r"softmax|logsumexp|nll_loss|cross_entropy",
-    "copies": r"memcpy|memset|direct_copy|aten::(copy_|fill_|zero_|cat)$|fused__to_copy(_t|_view)*_\d+$",
+    "copies": r"memcpy|memset|direct_copy|aten::(copy_|_to_copy|clone|fill_|zero_|cat|stack)$|"
+    r"fused__to_copy(_t|_view)*_\d+$",
     "normalisation and element-wise": "",
 }
 # cuDNN's kernels have "flash" in their names as well.

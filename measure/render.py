@@ -12,6 +12,7 @@ from pathlib import Path
 import jinja2
 import matplotlib
 import numpy as np
+from floor import read_counts, totals
 from matplotlib.figure import Figure
 from record import ROOT, read, too_large
 from rich.console import Console
@@ -20,6 +21,7 @@ from rich.table import Table
 PARTS = Path(__file__).with_name("parts")  # Jinja templates, and how plots look
 BEGIN, END = "<!-- measured, written by `make figures` from results/ -->\n", "<!-- end of what was measured -->\n"
 RUNG, PEER = "#3b78c4", "#c8702a"
+COUNTED = "gpt2", 4, 1024  # model, B and T of the counts that are shown: of results/counts.json
 ALT = {
     "tokens": "Training speed",
     "kernels": "Where the time of a step goes",
@@ -180,6 +182,27 @@ def curves(axes, rows, over):
     axes.set_ylabel("loss, nats per token")
 
 
+def three_counts(steps):
+    """A bar for the FLOPs, the bytes and the kernels of each of {script: step}, by group."""
+    figure, kinds = Figure(figsize=(10.0, 4.4)), [kind for kind in GROUPS if kind != "idle"]
+    names = [script.removeprefix("speedup_").removesuffix(".py") for script in steps]
+    for place, (what, unit, form) in enumerate(
+        (("TFLOP", 1e12, ".2f"), ("GB moved", 1e9, ".0f"), ("kernels", 1, ",d"))
+    ):
+        axes, left = figure.add_subplot(1, 3, place + 1, title=what), np.zeros(len(names))
+        for kind in kinds:
+            widths = np.array([totals(step, kind)[place] / unit for step in steps.values()])
+            shown = axes.barh(names, widths, left=left, color=GROUPS[kind], label=kind, height=0.7)
+            left += widths
+        axes.bar_label(shown, [format(type(unit)(one), form) for one in left], padding=4)
+        axes.set_xlim(0, 1.3 * left.max())
+        axes.invert_yaxis()
+        axes.tick_params(labelleft=place == 0)
+    figure.suptitle("A training step, by count: {}, B {}, T {}".format(*COUNTED))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
+    return figure
+
+
 def figures(data):
     """Name -> figure; only those that there is something to draw for."""
     rows, made = [row for row in data["rows"] if row["median_ms"]], {}
@@ -272,6 +295,7 @@ def main():
         for stale in (path for figure in ALT for path in images.glob(f"*-{figure}.svg")):
             stale.unlink()
         draw(made, images, f"{name}-")
+        draw({"counts": three_counts(read_counts()[COUNTED])}, images)
         readme.write_text(text[:start] + section + text[end:], encoding="utf-8")
         for name, data in measured.items():  # the README links to their tables
             (results / name / "summary.txt").write_text(summary(data), encoding="utf-8")

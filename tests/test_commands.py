@@ -119,6 +119,7 @@ BEFORE = {
     r"10BT/\*\.parquet": f"mkdir 10BT; {PARQUET.format('10BT/a.parquet')}",
     r"> runs/machine": "mkdir runs",
     r"plot\.py runs/nano": "mkdir runs; cp results/pretrain-nano-cpu-amd-epyc-2026-11-22/log.jsonl runs/nano.jsonl",
+    r"--card roof\.json": """echo '{"ceilings_tflops": {"float32": 1}, "copy_gb_per_s": 1}' > roof.json""",
     r"plot ARGS=log": """echo '{"step": 0, "loss": 9.0}' > log.jsonl""",
     r"runs/a\.jsonl": """mkdir runs; for run in a b; do echo '{"step": 0, "loss": 9.0}' > runs/$run.jsonl; done""",
     r"reset --soft": "git -c user.name=Test -c user.email=test@localhost commit -q --allow-empty -m more",
@@ -132,6 +133,7 @@ BEFORE = {
 LONG = {
     r"^step +1 \|": r"^median of steps ",
     r"^pass 1/\d  baseline\.py: \S+ ms\b": r"^not finished: run the same command again$",
+    r"^counting speedup_01_weight_tying\.py, B \d+$": "",
     r"http://localhost:\d+": "",
 }
 

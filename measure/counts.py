@@ -1,0 +1,312 @@
+"""The FLOPs, bytes and kernels of a training step, by count:  python measure/counts.py --batch-size 4   (make counts)
+
+Runs two steps of each rung as it is, on fake tensors, which have shapes and no values, and counts the second: no GPU is
+needed, nothing is computed, and the same torch gives the same counts on every machine. With --card it also prints the
+floor of that GPU: for each kernel the longer of FLOPs / peak and bytes / bandwidth, summed over the step.
+
+How it counts:
+* FLOPs: those of matrix products, by the formulas of torch.utils.flop_counter; flash attention's backward pass computes
+  the scores again, and the triangle that it skips is left out.
+* Bytes: each kernel reads and writes each operand once, as if nothing stayed in a cache between two kernels. Of a table
+  that is looked up it reads the rows that are looked up.
+* Kernels: one per operation that is not a view. CUDA launches two or three for a few of them (sums over rows, the
+  backward pass of LayerNorm), and several for one of AdamW's or clipping's over all parameters.
+* It runs on the CPU and keeps to CUDA's rules where the two differ: softmax is float32 under autocast, AdamW and
+  clipping take one operation for all parameters, and Inductor schedules for an A100, but does not pad a product.
+"""
+
+import argparse
+import contextlib
+import copy
+import functools
+import io
+import json
+import re
+import runpy
+import shlex
+import sys
+from collections import Counter as Counted
+from pathlib import Path
+from unittest import mock
+
+import torch
+from floor import Card, Kernel, cells
+from kernels import group
+from record import ROOT
+from render import plain
+from torch._guards import detect_fake_mode
+from torch._inductor.compile_fx import _recursive_post_grad_passes as post_grad_passes
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.utils import get_fused_kernel_name
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry as FLOPS
+from torch.utils.flop_counter import register_flop_formula
+
+sys.path.append(str(ROOT))
+from ladder import read_ladder
+
+from baseline import MODELS
+
+aten = torch.ops.aten
+NOT_KERNELS = {aten._unsafe_view.default, aten.lift_fresh.default}  # views, but for their schema
+HOST = {aten._foreach_add_.Tensor}  # AdamW's step counters, which are on the CPU unless it is fused
+ONLY_WRITTEN = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # what they change they do not read
+SCHEDULES = {}  # of graphs that have been compiled: their kernels
+A100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)  # 108 SMs, capability 8.0; what an SM holds
+
+
+@register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu)
+def attention_flops(q, k, v, dropout=0.0, is_causal=False, products=2, **_):
+    """Two products of (T, head size) and T x T; if causal, of T (T + 1) / 2 of the scores."""
+    *heads, T, size = q
+    return products * 2 * torch.Size(heads).numel() * size * (T * (T + 1) // 2 if is_causal else T * T)
+
+
+@register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def attention_backward_flops(grad, q, k, v, out, logsumexp, dropout, is_causal, **_):
+    """Five products: the scores again, then the gradients of the probabilities, of v, of q and of k."""
+    return attention_flops(q, k, v, is_causal=is_causal, products=5)
+
+
+def product(func, args, kwargs, out, float32):
+    """(name, FLOPs, precision) of an operation; without FLOPs, if it is no product, and then without precision."""
+    name, formula = f"aten::{func.overloadpacket.__name__}", FLOPS.get(func.overloadpacket)
+    if not formula:
+        return name, 0, ""
+    dtype = next(t.dtype for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+    precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, float32)
+    return name, formula(*args, **kwargs, out_val=out), precision
+
+
+def nbytes(tensor):
+    """Of the memory behind a tensor, which may be less than its elements if it is expanded."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def traffic(func, args, kwargs, out):
+    """Bytes that an operation reads and writes."""
+    values = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    read, written = {}, 0
+    for argument in func._schema.arguments:
+        tensors = [t for t in tree_leaves(values.get(argument.name)) if isinstance(t, torch.Tensor)]
+        changed = argument.alias_info is not None and argument.alias_info.is_write
+        if changed and func is aten._fused_adamw_.default and argument.name == "grads":
+            changed = False  # only a gradient scaler has them changed
+        written += sum(map(nbytes, tensors)) if changed else 0
+        if not (changed and func in ONLY_WRITTEN):
+            read |= {id(t): nbytes(t) for t in tensors}  # the same one twice is read once
+    if func is aten.embedding.default:
+        read[id(args[0])] = nbytes(out)
+    if func is aten.nll_loss_forward.default:
+        read[id(args[0])] = args[1].numel() * args[0].element_size()
+    returns = func._schema.returns
+    outs = [out] if len(returns) == 1 else out or ()
+    new = [one for one, about in zip(outs, returns, strict=True) if about.alias_info is None]
+    return sum(read.values()) + written + sum(nbytes(t) for t in tree_leaves(new) if isinstance(t, torch.Tensor))
+
+
+class Counter(TorchDispatchMode):
+    """Lists the kernels of what runs under it. `float32` is the precision of a float32 product."""
+
+    def __init__(self, float32="float32"):
+        super().__init__()
+        self.float32, self.kernels, self.paused, self.path = float32, [], False, ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is aten._local_scalar_dense.default:
+            return 1.0  # a fake loss has no value
+        if func is aten.masked_fill.Scalar:
+            with self:
+                return args[0].clone().masked_fill_(*args[1:])  # which is how PyTorch does it
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        kernel = func.namespace == "aten" and not func.is_view and func not in NOT_KERNELS | HOST
+        if kernel and not self.paused:
+            name, flops, precision = product(func, args, kwargs, out, self.float32)
+            size = traffic(func, args, kwargs, out)
+            self.kernels.append(Kernel(name, group(name, self.path), precision, flops, size))
+        return out
+
+
+# ---- compiled: Inductor schedules the graphs, and no code is made of them
+
+
+class Scheduled(BaseException):
+    """Inductor has a schedule: its kernels. Not an Exception, which Inductor would wrap."""
+
+
+def schedule(float32, graph):
+    """In place of GraphLowering.codegen: raises Scheduled."""
+    graph.init_wrapper_code()
+    graph._update_scheduler()
+    kernels = []
+    for node in graph.scheduler.nodes:
+        size = node.get_read_write_buffers_sizes()
+        if not size:  # a view, or one of the outputs of an operation that has several
+            continue
+        name, flops, precision = f"triton_{get_fused_kernel_name(node.get_nodes(), 'original_aten')}_0", 0, ""
+        if node.is_extern():
+            origins = node.get_nodes()[0].node.origins
+            (call,) = (n for n in origins if getattr(n.target, "overloadpacket", None) in FLOPS)
+            args, kwargs = map_arg((call.args, call.kwargs), lambda one: one.meta["val"])
+            name, flops, precision = product(call.target, args, kwargs, call.meta["val"], float32)
+        kernels.append(Kernel(name, group(name), precision, flops, size))
+    raise Scheduled(kernels)
+
+
+def to_cuda(gm, inputs):
+    """Put a graph of fake tensors, and a list of its inputs, on a GPU."""
+    device = torch.device("cuda:0")
+    move = functools.partial(tree_map_only, torch.Tensor, lambda t: t.to(device))
+    with detect_fake_mode(inputs):
+        inputs[:] = move(inputs)
+        for node in gm.graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = move(node.meta["val"])
+            if "device" in node.kwargs:
+                node.update_kwarg("device", device)
+
+
+def compiler(counter):
+    """In place of torch.nn.Module.compile: each call of the module lists the kernels that Inductor would run."""
+
+    def inner(gm, inputs, **options):
+        key = str(gm.graph), *((t.shape, t.dtype) for t in inputs)  # rungs 07 to 10 have the same graphs
+        mine, inputs = copy.deepcopy(gm), list(inputs)
+
+        def passes(graph, **how):
+            post_grad_passes(graph, **how)
+            to_cuda(graph, inputs)
+
+        with contextlib.ExitStack() as patches:
+            for name, value in {
+                "graph.GraphLowering.codegen": lambda graph: schedule(counter.float32, graph),
+                "compile_fx._recursive_post_grad_passes": passes,
+                "compile_fx._check_triton_bf16_support": lambda graph: None,
+                "scheduler.has_triton": lambda: True,
+                "runtime.hints.DeviceProperties.create": lambda device: A100,
+            }.items():
+                patches.enter_context(mock.patch(f"torch._inductor.{name}", value))
+            try:
+                if key not in SCHEDULES:
+                    compile_fx_inner(mine, inputs, **options)
+            except Scheduled as end:
+                (SCHEDULES[key],) = end.args
+
+        def run(args):
+            counter.kernels += SCHEDULES[key]
+            counter.paused, values = True, list(args)
+            args.clear()
+            try:
+                return gm(*values)
+            finally:
+                counter.paused = False
+
+        run._boxed_call = True
+        return run
+
+    def compile(module, **_):
+        call = torch.compile(module._call_impl, backend=functools.partial(compile_fx, inner_compile=inner))
+
+        def without_counter(*args):
+            with _pop_mode_temporarily():  # Dynamo compiles nothing under a mode that it does not know
+                return call(*args)
+
+        module._compiled_call_impl = without_counter
+
+    return compile
+
+
+def step(rung, model, batch_size, seq_len, cuda=True):
+    """The kernels of a rung's second step, in order. Without `cuda`, by the rules of a CPU. Raises SystemExit."""
+    counter, steps = Counter("float32" if rung.precision == "float32" else "tf32"), []
+    softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
+
+    def in_float32(x, *args, **kwargs):
+        return softmax(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)
+
+    def begin_update(*_):
+        counter.path = "optimizer."
+
+    def end_update(*_):
+        steps.append(counter.kernels)
+        counter.kernels, counter.path = [], ""
+
+    flags = {"--model": model, "--batch-size": batch_size, "--seq-len": seq_len, "--steps": 2, "--device": "cpu"}
+    patches = {
+        "sys.argv": [rung.file, *(str(word) for pair in flags.items() for word in pair)],
+        "sys.stdout": io.StringIO(),
+        "torch.Tensor.__format__": lambda tensor, form: "",
+        "torch.from_numpy": lambda array: fake.from_tensor(from_numpy(array)),
+        "torch.nn.Module.to": lambda module, device: module,
+        "torch.nn.Module.compile": compiler(counter),
+        "torch.use_deterministic_algorithms": lambda mode, warn_only=False: None,
+    }
+    if cuda:
+        patches |= {
+            "torch.backends.cpu.get_cpu_capability": lambda: "AVX512",  # bf16
+            "torch.nn.functional.softmax": in_float32,
+            "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,
+            "torch.optim.adam._default_to_fused_or_foreach": lambda *_, **__: (False, True),
+        }
+    hooks = register_optimizer_step_pre_hook(begin_update), register_optimizer_step_post_hook(end_update)
+    torch._dynamo.reset()
+    try:
+        with contextlib.ExitStack() as stack:
+            for name, value in patches.items():
+                stack.enter_context(mock.patch(name, value))
+            stack.enter_context(torch._dynamo.config.patch(disable=False))
+            stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
+            stack.enter_context(fake)
+            stack.enter_context(counter)
+            runpy.run_path(str(ROOT / rung.file), run_name="__main__")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return steps[-1]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=MODELS, default="gpt2", help="default gpt2")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[4], metavar="B", help="one or several, default 4")
+    parser.add_argument("--seq-len", type=int, default=1024, help="T, default 1024")
+    parser.add_argument(
+        "--card", help="adds its floor: a GPU of measure/cards.toml, or a file with what roof.py printed"
+    )
+    parser.add_argument("--out", type=Path, help="also write the counts there, as JSON")
+    args = parser.parse_args()
+    try:
+        card = Card.read(args.card) if args.card else None
+        if args.out and not args.out.parent.is_dir():
+            raise ValueError(f"--out {args.out}: there is no such folder")
+    except (OSError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
+    version, counts = torch.__version__.partition("+")[0], []
+    for batch_size in args.batch_size:
+        about, steps = {"model": args.model, "batch_size": batch_size, "seq_len": args.seq_len}, {}
+        for rung in read_ladder():
+            if rung.part == "rung" and rung.kind != "scale":
+                print(f"counting {rung.file}, B {batch_size}", file=sys.stderr)
+                steps[rung.file] = Counted(step(rung, **about))
+        rows = {script: [[*kernel, count] for kernel, count in found.items()] for script, found in steps.items()}
+        counts.append(about | {"scripts": rows})
+        said = f"{args.model}, B {batch_size}, T {args.seq_len}: a step, by count. torch {version}"
+        print(plain([said], cells(steps, card)), flush=True)
+    if args.out:
+        command = shlex.join(["python", "measure/counts.py", *sys.argv[1:]])
+        text = json.dumps({"command": command, "torch": version, "counts": counts}, indent=1)
+        text = re.sub(r"\[[^][{}]+\]", lambda row: " ".join(row[0].split()), text)  # a kernel in a line
+        args.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

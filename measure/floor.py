@@ -1,0 +1,110 @@
+"""What a step that counts.py counted takes at least, on a GPU of cards.toml (data sheets) or one that roof.py measured.
+
+The floor is, summed over the kernels, the longer of FLOPs / peak and bytes / bandwidth. Nothing is fitted, and nothing
+is added for the time between kernels or for what a kernel loses to its peak. A step can be below it only if a kernel
+finds in the cache what the one before it wrote.
+"""
+
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from record import ROOT
+
+sys.path.append(str(ROOT / "dev"))
+from ladder import read_toml
+
+INSTEAD = {"tf32": "float32", "bf16": "fp16"}  # on a GPU that has no such precision
+
+
+class Kernel(NamedTuple):
+    """An operation, or what the compiler made of several. Precision: that of a product's factors; "" if it is none."""
+
+    name: str
+    group: str
+    precision: str
+    flops: int
+    bytes: int
+
+
+@dataclass
+class Card:
+    """A GPU: TFLOP/s of matrix products by precision, GB/s of its memory."""
+
+    tflops: dict
+    gb_per_s: float
+
+    @classmethod
+    def read(cls, name):
+        """A GPU of cards.toml, with or without its RTX, or one that roof.py measured. Raises OSError or ValueError."""
+        cards = read_toml("measure/cards.toml")
+        if known := cards.get(name) or cards.get(f"RTX {name}"):
+            return cls(known, known["gb_per_s"])
+        if not Path(name).is_file():
+            raise ValueError(f"--card {name}: it is a file that roof.py printed, or one of {', '.join(cards)}")
+        try:
+            roof = json.loads(Path(name).read_text(encoding="utf-8"))
+            return cls(roof["ceilings_tflops"], roof["copy_gb_per_s"])
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"--card {name}: it is not what roof.py printed") from None
+
+    def floor_ms(self, step):
+        """The floor of a step in ms, and the part of it in which the memory is slower than the products."""
+        whole = waiting = 0.0
+        for kernel, count in step.items():
+            peak = kernel.precision and (self.tflops.get(kernel.precision) or self.tflops[INSTEAD[kernel.precision]])
+            multiply = kernel.flops / peak / 1e9 if peak else 0.0
+            move = kernel.bytes / self.gb_per_s / 1e6
+            whole += count * max(multiply, move)
+            waiting += count * move if move > multiply else 0.0
+        return whole, waiting
+
+
+def read_counts(path=ROOT / "results" / "counts.json"):
+    """(model, B, T) -> script -> step, a Counter of kernels."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        (one["model"], one["batch_size"], one["seq_len"]): {
+            script: Counter({Kernel(*kernel): count for *kernel, count in rows})
+            for script, rows in one["scripts"].items()
+        }
+        for one in data["counts"]
+    }
+
+
+def totals(step, group=None):
+    """The three counts of a step, or of one group of its kernels: FLOPs, bytes, kernels."""
+    rows = [(kernel, count) for kernel, count in step.items() if group in (None, kernel.group)]
+    sums = (sum(getattr(kernel, what) * count for kernel, count in rows) for what in ("flops", "bytes"))
+    return *sums, sum(count for _, count in rows)
+
+
+def cells(steps, card=None):
+    """The table of {script: step}: a dict for each row, heading -> cell."""
+    table = []
+    for script, step in steps.items():
+        flops, moved, kernels = totals(step)
+        row = {"script": script, "TFLOP": f"{flops / 1e12:.3g}", "GB moved": f"{moved / 1e9:.1f}"}
+        row |= {"kernels": f"{kernels:,}"}
+        if card:
+            whole, waiting = card.floor_ms(step)
+            row |= {"floor, ms": f"{whole:.1f}", "of it, memory-bound": f"{waiting / whole:.0%}"}
+        table.append(row)
+    return table
+
+
+def beside(log, steps):
+    """The table of what others measured on a card (results/public.toml), beside its floor."""
+    card, table, before = Card.read(log["card"]), [], None
+    for script, ms in log["ms"].items():
+        floor, _ = card.floor_ms(steps[script])
+        gains = [f"{old / new:.2f}×" for old, new in zip(before, (ms, floor), strict=True)] if before else ["", ""]
+        row = {"script": script, "measured, ms": f"{ms:,}", "floor, ms": f"{floor:,.1f}"}
+        row |= {"measured / floor": f"{ms / floor:.2f}"}
+        row |= {"measured, × the one before": gains[0], "floor, × the one before": gains[1]}
+        before = ms, floor
+        table.append(row)
+    return table

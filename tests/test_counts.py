@@ -1,0 +1,264 @@
+"""The FLOPs, bytes and kernels of a step are counted right: by formula, by hand, and beside PyTorch's profiler.
+
+The committed counts are those of today's scripts, and a floor is the sum that it says it is.
+"""
+
+import json
+import re
+import runpy
+import sys
+from collections import Counter
+
+import counts
+import floor
+import pytest
+import render
+import roof
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from ladder import read_ladder
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+RUNGS = {rung.number: rung for rung in read_ladder() if rung.part == "rung" and rung.kind != "scale"}
+EAGER = ["baseline", "01", "02", "03", "04"]
+COMPILED = [pytest.param(number, marks=pytest.mark.slow) for number in ("05", "06", "07", "10")]
+B, T = 4, 32
+
+
+def listed(function):
+    """The kernels of a function."""
+    with counts.Counter() as counter:
+        function()
+    return counter.kernels
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A step of nano, counted once."""
+    done = {}
+
+    def step(number, cuda=True):
+        if (number, cuda) not in done:
+            done[number, cuda] = counts.step(RUNGS[number], "nano", B, T, cuda)
+        return done[number, cuda]
+
+    return step
+
+
+# ---- FLOPs
+
+
+@pytest.mark.parametrize("number", EAGER + COMPILED)
+def test_the_flops_are_those_of_the_formula_but_for_what_is_named(number, step):
+    config = counts.MODELS["nano"]
+    L, C, V = config.n_layer, config.n_embd, config.vocab_size
+    expected = B * T * roof.flops_per_token(config, T)
+    if (
+        number >= "06" and number != "baseline"
+    ):  # 2 products of attention, then 5, of the T (T + 1) / 2 scores below the diagonal
+        expected += L * B * C * 2 * (7 * T * (T + 1) // 2 - 6 * T * T)
+    if number >= "07" and number != "baseline":
+        expected += 6 * B * T * C * (50304 - V)
+    assert sum(kernel.flops for kernel in step(number)) == expected
+
+
+@pytest.mark.parametrize("number", EAGER + COMPILED)
+def test_products_are_made_in_the_rungs_precision(number, step):
+    assert {kernel.precision for kernel in step(number)} == {RUNGS[number].precision, ""}
+
+
+# ---- bytes, by hand
+
+
+def test_the_bytes_of_a_product():
+    x, w = torch.zeros(8, 4), torch.zeros(4, 6, dtype=torch.float32)
+    (kernel,) = listed(lambda: x @ w)
+    assert kernel == ("aten::mm", "matmul", "float32", 2 * 8 * 4 * 6, 4 * (8 * 4 + 4 * 6 + 8 * 6))
+
+
+def test_the_bytes_of_the_masked_softmax():
+    scores, mask = torch.zeros(2, 3, 8, 8, dtype=torch.bfloat16), torch.ones(8, 8, dtype=torch.bool)
+    kernels = listed(lambda: F.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1))
+    n = scores.numel()
+    assert [(kernel.name, kernel.bytes) for kernel in kernels] == [
+        ("aten::bitwise_not", 64 + 64),
+        ("aten::clone", 2 * n + 2 * n),  # masked_fill is these two
+        ("aten::masked_fill_", 2 * n + 64 + 2 * n),
+        ("aten::_softmax", 2 * n + 2 * n),
+    ]
+
+
+@pytest.mark.parametrize(("fused", "passes"), [(False, 20), (True, 7)])
+def test_the_bytes_of_adamw(fused, passes):
+    """Fused: weight, gradient and two moments read, all but the gradient written. Else eight kernels."""
+    weights = [torch.zeros(3, 5, requires_grad=True), torch.zeros(7, requires_grad=True)]
+    optimizer = torch.optim.AdamW(weights, fused=fused, foreach=not fused)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    kernels = listed(optimizer.step)
+    counters = 2 * 4 * 3 if fused else 0  # of steps, on the GPU: one kernel reads and writes them, one reads them
+    assert sum(kernel.bytes for kernel in kernels) == 4 * passes * (3 * 5 + 7) + counters
+    assert len(kernels) == (2 if fused else 8)
+
+
+def test_a_table_is_read_where_it_is_looked_up_and_a_view_costs_nothing():
+    table, ids = torch.zeros(1000, 8), torch.zeros(2, 3, dtype=torch.int64)
+    (kernel,) = listed(lambda: F.embedding(ids, table).view(6, 8).t()[1:])
+    assert kernel.bytes == 6 * 8 + 2 * (6 * 8 * 4)
+    (kernel,) = listed(lambda: torch.zeros(5, 1).expand(5, 4).neg())[1:]  # read as it is, written whole
+    assert kernel.bytes == 4 * 5 + 4 * 5 * 4
+
+
+# ---- kernels
+
+
+def test_the_kernels_of_a_step_are_those_that_the_profiler_sees(step, monkeypatch):
+    """Of a nano step of the baseline, on the CPU and by its rules, operation by operation."""
+    profiler, steps = torch.profiler.profile(), []
+
+    def end_of_step(*_):
+        steps.append(profiler.stop() if steps else profiler.start())
+
+    flags = f"--model nano --device cpu --steps 2 --batch-size {B} --seq-len {T}"
+    monkeypatch.setattr(sys, "argv", ["baseline.py", *flags.split()])
+    hook = register_optimizer_step_post_hook(end_of_step)
+    try:
+        runpy.run_path(str(ROOT / "baseline.py"), run_name="__main__")
+    finally:
+        hook.remove()
+        torch.use_deterministic_algorithms(False)
+    counted = Counter(kernel.name for kernel in step("baseline", cuda=False))
+    counted["aten::add"] += counted.pop("aten::add_")  # autograd adds two gradients in place only if they are not fake
+    seen, others = Counter(), set()
+    for event in profiler.events():
+        names = []  # an operation counts with all that it calls
+        while event:
+            names.append("aten::add" if event.name == "aten::add_" else event.name)
+            event = event.cpu_parent
+        if not counted.keys() & set(names[1:]):
+            (seen.update if names[0] in counted else others.update)(names[:1])
+    assert seen == counted
+    views = "_unsafe_view as_strided detach expand permute reshape select slice t transpose unbind view lift_fresh"
+    callers = (
+        "cross_entropy_loss embedding_backward layer_norm linear log_softmax masked_fill matmul nll_loss nll_loss_nd"
+    )
+    callers += " softmax to item _local_scalar_dense"
+    others = {name.removeprefix("aten::") for name in others if name.startswith("aten::")}
+    assert others - {*views.split(), *callers.split()} == set()
+
+
+def test_clipping_and_adamw_take_an_operation_for_all_parameters_on_a_gpu(step):
+    eager, by_the_cpu = (
+        Counter(kernel.group for kernel in step("03", cuda=cuda))["optimizer"] for cuda in (True, False)
+    )
+    assert eager == 8 and by_the_cpu > 100
+
+
+def test_softmax_is_float32_under_autocast_on_a_gpu(step, monkeypatch):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")  # bf16
+    scores = 4 * B * 4 * T * T
+    assert Counter(k.bytes for k in step("03") if k.name == "aten::_softmax") == {2 * scores: 4}
+    assert Counter(
+        k.bytes for k in counts.step(RUNGS["03"], "nano", B, T, cuda=False) if k.name == "aten::_softmax"
+    ) == {scores: 4}
+
+
+@pytest.mark.slow
+def test_what_the_compiler_fuses_is_fewer_kernels_and_fewer_bytes_and_the_same_twice(step):
+    eager, compiled, flash = (Counter(step(number)) for number in ("04", "05", "06"))
+    for fewer, more in (compiled, eager), (flash, compiled):
+        assert all(a < b for a, b in zip(floor.totals(fewer)[1:], floor.totals(more)[1:], strict=True))
+    scores = {kernel.bytes for kernel in compiled if "softmax" in kernel.name}
+    assert scores and not any("softmax" in kernel.name and "log" not in kernel.name for kernel in flash)
+    counts.SCHEDULES.clear()
+    assert counts.step(RUNGS["05"], "nano", B, T) == step("05")
+
+
+# ---- the floor
+
+
+def test_the_floor_is_for_each_kernel_the_longer_of_the_two():
+    card = floor.Card({"float32": 2.0, "fp16": 8.0}, 1000)  # 2 and 8 TFLOP/s, 1 TB/s
+    slow, fast = floor.Kernel("mm", "matmul", "float32", 4 * 10**9, 10**9), floor.Kernel("add", "", "", 0, 3 * 10**9)
+    half = floor.Kernel("mm", "matmul", "bf16", 8 * 10**9, 5 * 10**9)  # in fp16: 1 ms of products, 5 of memory
+    assert card.floor_ms({slow: 1}) == (2, 0)
+    assert card.floor_ms({slow: 2, fast: 3, half: 1}) == pytest.approx((2 * 2 + 3 * 3 + 5, 3 * 3 + 5))
+    assert card.floor_ms({slow._replace(precision="tf32"): 1}) == (2, 0)
+
+
+def test_a_card_is_one_of_the_table_or_what_roof_py_printed(tmp_path):
+    assert floor.Card.read("4090") == floor.Card.read("RTX 4090")
+    roof = tmp_path / "roof.json"
+    roof.write_text(json.dumps({"ceilings_tflops": {"float32": 1.5}, "copy_gb_per_s": 20, "matmul": []}))
+    assert floor.Card.read(str(roof)).floor_ms({floor.Kernel("mm", "", "tf32", 3 * 10**9, 0): 1}) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--card", "4O90", "one of T4, RTX 3080"),
+        ("--card", "README.md", "not what roof.py printed"),
+        ("--card", "dev", "one of T4"),
+        ("--out", "nowhere/counts.json", "no such folder"),
+        ("--batch-size", "0", "must be at least 1"),
+        ("--batch-size", "512", "338025 tokens, but B 512"),
+    ],
+)
+def test_a_mistake_is_one_line(option, value, said, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["counts.py", option, value])
+    with pytest.raises(SystemExit) as end:
+        counts.main()
+    written = capsys.readouterr().err + (end.value.code if isinstance(end.value.code, str) else "")
+    assert end.value.code not in (0, None)
+    assert re.search(rf"^\w+\.py: error: .*{said}", written.splitlines()[-1]) and "Traceback" not in written
+
+
+def test_what_is_printed_and_written_is_what_was_counted(step, monkeypatch, capsys, tmp_path):
+    two, out = [RUNGS["baseline"], RUNGS["01"]], tmp_path / "counts.json"
+    monkeypatch.setattr(counts, "read_ladder", lambda: two)
+    flags = ["--model", "nano", "--seq-len", str(T), "--batch-size", str(B), "2", "--card", "A100", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["counts.py", *flags])
+    counts.main()
+    read, printed = floor.read_counts(out), capsys.readouterr().out
+    steps = {rung.file: Counter(step(rung.number)) for rung in two}
+    assert list(read) == [("nano", B, T), ("nano", 2, T)] and read["nano", B, T] == steps
+    for row in floor.cells(steps, floor.Card.read("A100")):
+        assert re.search(" +".join(map(re.escape, row.values())), printed)
+
+
+# ---- the pages
+
+
+def test_what_others_measured_is_divided_by_the_floor_of_their_card():
+    steps = {f"{name}.py": {floor.Kernel("add", "", "", 0, nbytes): 1} for name, nbytes in (("a", 1555), ("b", 3110))}
+    steps = {name: {kernel._replace(bytes=kernel.bytes * 10**6): 1 for kernel in step} for name, step in steps.items()}
+    first, second = floor.beside({"card": "A100", "ms": {"a.py": 3.0, "b.py": 2.5}}, steps)  # floors: 1 and 2 ms
+    assert list(first.values()) == ["a.py", "3.0", "1.0", "3.00", "", ""]
+    assert list(second.values()) == ["b.py", "2.5", "2.0", "1.25", "1.20×", "0.50×"]
+
+
+def test_the_picture_has_the_three_counts_of_every_rung():
+    steps = floor.read_counts()[render.COUNTED]
+    figure = render.three_counts(steps)
+    shown = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+    table = floor.cells(steps)
+    assert shown[1] == [f"{floor.totals(step)[1] / 1e9:.0f}" for step in steps.values()]
+    assert shown[2] == [row["kernels"] for row in table]
+    ends = [sum(bars[rung].get_width() for bars in figure.axes[2].containers) for rung in range(len(steps))]
+    assert ends == [floor.totals(step)[2] for step in steps.values()]
+
+
+# ---- what is committed
+
+
+@pytest.mark.parametrize("number", [*EAGER, pytest.param("06", marks=pytest.mark.slow)])
+def test_the_committed_counts_are_those_of_the_scripts(number):
+    """Another torch than the one that counted may count otherwise."""
+    data = json.loads((ROOT / "results" / "counts.json").read_text())
+    if data["torch"] != torch.__version__.partition("+")[0]:
+        pytest.skip(f"counted with torch {data['torch']}")
+    committed = floor.read_counts()[("gpt2", 4, 1024)][RUNGS[number].file]
+    assert Counter(counts.step(RUNGS[number], "gpt2", 4, 1024)) == committed
