@@ -252,11 +252,20 @@ class Site:
                 rows[f"bytes: {kind}"] = moved, "GB"
         return self.part("counts.md", rows=rows, names=[title(script) for script in (rung.before, rung.file) if script])
 
-    def counted(self, steps):
-        return floor.cells({title(script): step for script, step in steps.items()})
+    def counted(self):
+        """The counts of GPT-2 for each rung and B: a dict for each row."""
+        tables = {f"B {batch_size}": floor.cells(steps) for (_, batch_size, _), steps in self.steps.items()}
+        return [
+            {"": title(rows[0]["script"])}
+            | {f"{what}, {B}": row[what] for what in list(rows[0])[1:] for B, row in zip(tables, rows, strict=True)}
+            for rows in zip(*tables.values(), strict=True)
+        ]
 
-    def figure_of_counts(self):
-        return self.inline(render.three_counts(self.steps[render.COUNTED]), "counts")
+    def three_counts(self):
+        """The picture of the front page."""
+        return self.part(
+            "three_counts.html", svg=self.inline(render.three_counts(self.steps[render.COUNTED]), "counts")
+        )
 
     def cards(self, batch_size):
         """The floor of each rung on each card of cards.toml: a dict for each row."""
@@ -267,7 +276,7 @@ class Site:
         ]
 
     def logs(self):
-        """What others measured, each with its table beside the floor, and the rungs by their gains, measured and floor."""
+        """What others measured: a log, its table beside the floor, and the rungs by their gains, measured and floor."""
         for log in read_toml("results/public.toml")["log"]:
             rows = floor.beside(log, self.steps["gpt2", log["batch_size"], log["seq_len"]])
             orders = []

@@ -87,7 +87,7 @@ def cells(steps, card=None):
     table = []
     for script, step in steps.items():
         flops, moved, kernels = totals(step)
-        row = {"script": script, "TFLOP": f"{flops / 1e12:.3g}", "GB moved": f"{moved / 1e9:.1f}"}
+        row = {"script": script, "TFLOP": f"{flops / 1e12:.2f}", "GB moved": f"{moved / 1e9:.1f}"}
         row |= {"kernels": f"{kernels:,}"}
         if card:
             whole, waiting = card.floor_ms(step)
