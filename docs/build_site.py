@@ -253,12 +253,13 @@ class Site:
         return self.part("counts.md", rows=rows, names=[title(script) for script in (rung.before, rung.file) if script])
 
     def counted(self):
-        """The counts of GPT-2 for each rung and B: a dict for each row."""
-        tables = {f"B {batch_size}": floor.cells(steps) for (_, batch_size, _), steps in self.steps.items()}
+        """The counts of GPT-2 for each rung, at each B: a dict for each row."""
+        tables = [floor.cells(steps) for steps in self.steps.values()]
+        sizes = " / ".join(str(batch_size) for _, batch_size, _ in self.steps)
         return [
-            {"": title(rows[0]["script"])}
-            | {f"{what}, {B}": row[what] for what in list(rows[0])[1:] for B, row in zip(tables, rows, strict=True)}
-            for rows in zip(*tables.values(), strict=True)
+            {"rung": title(rows[0]["script"])}
+            | {f"{what}, B {sizes}": " / ".join(row[what] for row in rows) for what in list(rows[0])[1:]}
+            for rows in zip(*tables, strict=True)
         ]
 
     def three_counts(self):
