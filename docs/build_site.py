@@ -242,15 +242,18 @@ class Site:
     def counts(self, rung):
         """FLOPs, bytes and kernels of a step of a rung and of the one before it, and the bytes of what changed."""
         steps = self.steps[render.COUNTED]
-        both = [steps[script] for script in (rung.before, rung.file) if script]
-        rows, least = {}, 0.01 * floor.totals(both[0])[1]
+        names = [script for script in (rung.before, rung.file) if script]
+        if missing := [script for script in names if script not in steps]:
+            return f"{missing[0]} is not counted yet: [three counts](../counts.md)."
+        both, rows = [steps[script] for script in names], {}
         for what, unit, place in (("FLOPs", "TFLOP", 0), ("bytes moved", "GB", 1), ("kernels", "", 2)):
             rows[what] = [floor.totals(step)[place] for step in both], unit
+        least = 0.01 * rows["bytes moved"][0][0]  # smaller changes are no news
         for kind in render.GROUPS:
             moved = [floor.totals(step, kind)[1] for step in both]
             if max(moved) - min(moved) >= least or len(both) == 1 and moved[0]:
                 rows[f"bytes: {kind}"] = moved, "GB"
-        return self.part("counts.md", rows=rows, names=[title(script) for script in (rung.before, rung.file) if script])
+        return self.part("counts.md", rows=rows, names=[title(script) for script in names])
 
     def counted(self):
         """The counts of GPT-2 for each rung, at each B: a dict for each row."""
@@ -277,9 +280,20 @@ class Site:
         ]
 
     def logs(self):
-        """What others measured: a log, its table beside the floor, and the rungs by their gains, measured and floor."""
-        for log in read_toml("results/public.toml")["log"]:
-            rows = floor.beside(log, self.steps["gpt2", log["batch_size"], log["seq_len"]])
+        """Measured steps: a log, its table beside the floor, and the rungs by their gains, measured and floor.
+
+        The logs of others, then our results of a GPU, whose card is the measured roof.
+        """
+        logs = [(log, floor.Card.read(log["card"])) for log in read_toml("results/public.toml")["log"]]
+        for name, data in self.results.items():
+            about = {key: data["settings"][key] for key in ("model", "batch_size", "seq_len")}
+            steps = self.steps.get(tuple(about.values()), {})
+            if data["machine"]["device"] != "cpu" and data["roof"] and steps:
+                done = {row["name"]: row["median_ms"] for row in data["rows"] if row["median_ms"]}
+                about |= {"about": self.label(name), "ms": {script: done[script] for script in steps if script in done}}
+                logs.append((about, floor.Card(data["roof"]["ceilings_tflops"], data["roof"]["copy_gb_per_s"])))
+        for log, card in logs:
+            rows = floor.beside(log["ms"], self.steps["gpt2", log["batch_size"], log["seq_len"]], card)
             orders = []
             for gain in ("measured, × the one before", "floor, × the one before"):
                 gained = [row for row in rows if row[gain] and float(row[gain][:-1]) >= 1.02]

@@ -96,13 +96,13 @@ def cells(steps, card=None):
     return table
 
 
-def beside(log, steps):
-    """The table of what others measured on a card (results/public.toml), beside its floor."""
-    card, table, before = Card.read(log["card"]), [], None
-    for script, ms in log["ms"].items():
+def beside(measured, steps, card):
+    """The table of {script: measured ms} beside the floor of a card."""
+    table, before = [], None
+    for script, ms in measured.items():
         floor, _ = card.floor_ms(steps[script])
         gains = [f"{old / new:.2f}×" for old, new in zip(before, (ms, floor), strict=True)] if before else ["", ""]
-        row = {"script": script, "measured, ms": f"{ms:,}", "floor, ms": f"{floor:,.1f}"}
+        row = {"script": script, "measured, ms": f"{ms:,.1f}", "floor, ms": f"{floor:,.1f}"}
         row |= {"measured / floor": f"{ms / floor:.2f}"}
         row |= {"measured, × the one before": gains[0], "floor, × the one before": gains[1]}
         before = ms, floor

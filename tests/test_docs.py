@@ -4,6 +4,7 @@ Chromium opens every page from the disk, and one of each kind from a server: no 
 or a desktop, no serious axe violation.
 """
 
+import copy
 import functools
 import http.server
 import json
@@ -13,6 +14,7 @@ import subprocess
 import threading
 from urllib.parse import unquote, urljoin, urlparse
 
+import floor
 import pytest
 import record
 import render
@@ -204,6 +206,43 @@ def test_the_gain_of_rung_01_on_a_cpu_is_the_measured_one():
     )
     (row,) = (row for row in newest["rows"] if row["name"] == SCRIPTS[1])
     assert f" is also {row['over_before']['median']:.2f}× as fast" in RUNGS[SCRIPTS[1]].when_not
+
+
+@pytest.mark.parametrize("script", list(docs.Site().steps[render.COUNTED]))
+def test_a_rungs_page_opens_with_its_three_counts(soup, script):
+    steps, before = docs.Site().steps[render.COUNTED], RUNGS[script].before
+    rows = {}
+    for row in soup(docs.page(script)).select_one("article table").select("tbody tr"):
+        what, *cells = [cell.text for cell in row.select("td")]
+        rows[what] = cells
+    for what, form, place in (("FLOPs", "{:.2f} TFLOP", 0), ("bytes moved", "{:.1f} GB", 1), ("kernels", "{}", 2)):
+        unit = {0: 1e12, 1: 1e9, 2: 1}[place]
+        figures = [floor.totals(steps[one])[place] for one in (before, script) if one]
+        shown = [form.format(figure / unit if unit > 1 else figure) for figure in figures]
+        if before:
+            change = f"{100 * (figures[1] / figures[0] - 1):+.1f}%".replace("-", "−")
+            shown.append("same" if figures[0] == figures[1] else change)
+        assert rows[what] == shown
+    changed = {row.removeprefix("bytes: ") for row in rows if row.startswith("bytes: ")}
+    if before:
+        moved = {kind: [floor.totals(steps[one], kind)[1] for one in (before, script)] for kind in render.GROUPS}
+        least = floor.totals(steps[before])[1] / 100
+        assert changed == {kind for kind, (old, new) in moved.items() if abs(old - new) >= least}
+
+
+def test_a_gpus_result_is_shown_beside_the_floor_of_its_own_roof():
+    site, data = docs.Site(), copy.deepcopy(next(iter(RESULTS.values())))
+    data["machine"] |= {"device": "cuda", "name": "NVIDIA H200"}
+    data["settings"] |= {"model": "gpt2", "batch_size": 16, "seq_len": 1024}
+    data["roof"] = {"ceilings_tflops": {"float32": 50.0, "tf32": 400.0, "bf16": 700.0}, "copy_gb_per_s": 4000.0}
+    others, site.results = len(list(site.logs())), {"made-up": data}
+    *public, (log, rows, _) = site.logs()
+    assert len(public) == others and log["about"] == "NVIDIA H200, gpt2"
+    step = site.steps["gpt2", 16, 1024]["speedup_05_compile.py"]
+    measured = next(row["median_ms"] for row in data["rows"] if row["name"] == "speedup_05_compile.py")
+    least, _ = floor.Card(data["roof"]["ceilings_tflops"], 4000.0).floor_ms(step)
+    assert [row["script"] for row in rows] == list(site.steps["gpt2", 16, 1024])
+    assert rows[5]["floor, ms"] == f"{least:,.1f}" and rows[5]["measured / floor"] == f"{measured / least:.2f}"
 
 
 def check_findings(page, script, name, data):
