@@ -8,7 +8,7 @@ How it counts:
 * FLOPs: those of matrix products, by the formulas of torch.utils.flop_counter; flash attention's backward pass computes
   the scores again, and the triangle that it skips is left out.
 * Bytes: each kernel reads and writes each operand once, as if nothing stayed in a cache between two kernels. Of a table
-  that is looked up it reads the rows that are looked up.
+  it reads the rows that are looked up; in a fused kernel Inductor counts the whole table.
 * Kernels: one per operation that is not a view. CUDA launches two or three for a few of them (sums over rows, the
   backward pass of LayerNorm), and several for one of AdamW's or clipping's over all parameters.
 * It runs on the CPU and keeps to CUDA's rules where the two differ: softmax is float32 under autocast, AdamW and
@@ -152,9 +152,9 @@ def schedule(float32, graph):
         name, flops, precision = f"triton_{get_fused_kernel_name(node.get_nodes(), 'original_aten')}_0", 0, ""
         if node.is_extern():
             origins = node.get_nodes()[0].node.origins
-            (call,) = (n for n in origins if getattr(n.target, "overloadpacket", None) in FLOPS)
-            args, kwargs = map_arg((call.args, call.kwargs), lambda one: one.meta["val"])
-            name, flops, precision = product(call.target, args, kwargs, call.meta["val"], float32)
+            for call in (n for n in origins if getattr(n.target, "overloadpacket", None) in FLOPS):
+                args, kwargs = map_arg((call.args, call.kwargs), lambda one: one.meta["val"])
+                name, flops, precision = product(call.target, args, kwargs, call.meta["val"], float32)
         kernels.append(Kernel(name, group(name), precision, flops, size))
     raise Scheduled(kernels)
 
@@ -223,7 +223,10 @@ def compiler(counter):
 
 
 def step(rung, model, batch_size, seq_len, cuda=True):
-    """The kernels of a rung's second step, in order. Without `cuda`, by the rules of a CPU. Raises SystemExit."""
+    """The kernels of a rung's second step, in order. Without `cuda`, by the rules of a CPU.
+
+    Raises SystemExit as the script does, for sizes that it refuses.
+    """
     counter, steps = Counter("float32" if rung.precision == "float32" else "tf32"), []
     softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
 
