@@ -1,4 +1,4 @@
-"""Rung 05, torch.compile (speed): a compiler fuses small operations, and half of the memory traffic goes.
+"""Rung 05, torch.compile (speed): a compiler fuses small operations, which halves the memory traffic.
 
 Eager PyTorch runs a kernel for each operation, and each kernel reads its input from memory and writes its output back:
 at B 4 and T 1024, every float32 activation (B, T, C) is 12.6 MB. The compiler fuses chains of element-wise operations,

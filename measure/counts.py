@@ -8,7 +8,7 @@ How it counts:
 * FLOPs: those of matrix products, by the formulas of torch.utils.flop_counter; flash attention's backward pass computes
   the scores again, and the triangle that it skips is left out.
 * Bytes: each kernel reads and writes each operand once, as if nothing stayed in a cache between two kernels. Of a table
-  it reads the rows that are looked up; in a fused kernel Inductor counts the whole table.
+  only the rows that are looked up are counted.
 * Kernels: one per operation that is not a view. CUDA launches two or three for a few of them (sums over rows, the
   backward pass of LayerNorm), and several for one of AdamW's or clipping's over all parameters.
 * It runs on the CPU and keeps to CUDA's rules where the two differ: softmax is float32 under autocast, AdamW and
@@ -21,6 +21,7 @@ import copy
 import functools
 import io
 import json
+import os
 import re
 import runpy
 import shlex
@@ -30,6 +31,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from commands import OVERRIDES
 from floor import Card, Kernel, cells
 from kernels import group
 from record import ROOT
@@ -104,6 +106,8 @@ def traffic(func, args, kwargs, out):
         read[id(args[0])] = nbytes(out)
     if func is aten.nll_loss_forward.default:
         read[id(args[0])] = args[1].numel() * args[0].element_size()
+    if func is aten.nll_loss_backward.default:
+        del read[id(args[1])]  # it takes the log-probabilities for their shape
     returns = func._schema.returns
     outs = [out] if len(returns) == 1 else out or ()
     new = [one for one, about in zip(outs, returns, strict=True) if about.alias_info is None]
@@ -140,18 +144,27 @@ class Scheduled(BaseException):
     """Inductor has a schedule: its kernels. Not an Exception, which Inductor would wrap."""
 
 
+def moved(node):
+    """Bytes of a node of Inductor's schedule, which for a fused one counts whole tables, not the rows that are read."""
+    sizes, parts = node.get_read_write_buffer_accesses(True, True), node.get_nodes()
+    if len(parts) == 1:
+        return sum(sizes.values())
+    each = [part.get_read_write_buffer_accesses(True, True) for part in parts]
+    return sum(min(size, sum(one.get(name, 0) for one in each)) for name, size in sizes.items())
+
+
 def schedule(float32, graph):
     """In place of GraphLowering.codegen: raises Scheduled."""
     graph.init_wrapper_code()
     graph._update_scheduler()
     kernels = []
     for node in graph.scheduler.nodes:
-        size = node.get_read_write_buffers_sizes()
-        if not size:  # a view, or one of the outputs of an operation that has several
-            continue
-        name, flops, precision = f"triton_{get_fused_kernel_name(node.get_nodes(), 'original_aten')}_0", 0, ""
+        size, parts = moved(node), node.get_nodes()
+        name, flops, precision = f"triton_{get_fused_kernel_name(parts, 'original_aten')}_0", 0, ""
+        if not size or ("attention_for_cpu" in name and not node.is_extern()):
+            continue  # a view, one of the outputs of an operation that has several, or a layout for the CPU's kernel
         if node.is_extern():
-            origins = node.get_nodes()[0].node.origins
+            origins = parts[0].node.origins
             for call in (n for n in origins if getattr(n.target, "overloadpacket", None) in FLOPS):
                 args, kwargs = map_arg((call.args, call.kwargs), lambda one: one.meta["val"])
                 name, flops, precision = product(call.target, args, kwargs, call.meta["val"], float32)
@@ -211,7 +224,8 @@ def compiler(counter):
         return run
 
     def compile(module, **_):
-        call = torch.compile(module._call_impl, backend=functools.partial(compile_fx, inner_compile=inner))
+        backend = functools.partial(compile_fx, inner_compile=inner)
+        call = torch.compile(module._call_impl, backend=backend, fullgraph=True)  # what is left out is not counted
 
         def without_counter(*args):
             with _pop_mode_temporarily():  # Dynamo compiles nothing under a mode that it does not know
@@ -260,7 +274,9 @@ def step(rung, model, batch_size, seq_len, cuda=True):
     hooks = register_optimizer_step_pre_hook(begin_update), register_optimizer_step_post_hook(end_update)
     torch._dynamo.reset()
     try:
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, mock.patch.dict(os.environ):
+            for name in OVERRIDES:  # they could switch the compiler off
+                os.environ.pop(name, None)
             for name, value in patches.items():
                 stack.enter_context(mock.patch(name, value))
             stack.enter_context(torch._dynamo.config.patch(disable=False))
@@ -285,9 +301,9 @@ def main():
     parser.add_argument("--out", type=Path, help="also write the counts there, as JSON")
     args = parser.parse_args()
     try:
-        card = Card.read(args.card) if args.card else None
-        if args.out and not args.out.parent.is_dir():
-            raise ValueError(f"--out {args.out}: there is no such folder")
+        card = Card.read(args.card) if args.card is not None else None
+        if args.out and (args.out.is_dir() or not os.access(args.out.parent, os.W_OK)):
+            raise ValueError(f"--out {args.out}: no file can be written there")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     version, counts = torch.__version__.partition("+")[0], []

@@ -1,8 +1,8 @@
 """What a step that counts.py counted takes at least, on a GPU of cards.toml (data sheets) or one that roof.py measured.
 
 The floor is, summed over the kernels, the longer of FLOPs / peak and bytes / bandwidth. Nothing is fitted, and nothing
-is added for the time between kernels or for what a kernel loses to its peak. A step can be below it only if a kernel
-finds in the cache what the one before it wrote.
+is added for the time between kernels or for what a kernel loses to its peak. A step can be below it mainly if kernels
+find in the cache what earlier ones wrote, or if the card clocks higher than its data sheet says.
 """
 
 import json
@@ -17,7 +17,7 @@ from record import ROOT
 sys.path.append(str(ROOT / "dev"))
 from ladder import read_toml
 
-INSTEAD = {"tf32": "float32", "bf16": "fp16"}  # on a GPU that has no such precision
+INSTEAD = {"tf32": "float32", "bf16": "fp16", "fp16": "float32"}  # on a device that has no such precision
 
 
 class Kernel(NamedTuple):
@@ -41,22 +41,28 @@ class Card:
     def read(cls, name):
         """A GPU of cards.toml, with or without its RTX, or one that roof.py measured. Raises OSError or ValueError."""
         cards = read_toml("measure/cards.toml")
-        if known := cards.get(name) or cards.get(f"RTX {name}"):
-            return cls(known, known["gb_per_s"])
+        for known, card in cards.items():
+            if name.lower() in (known.lower(), known.lower().removeprefix("rtx ")):
+                return cls(card, card["gb_per_s"])
         if not Path(name).is_file():
-            raise ValueError(f"--card {name}: it is a file that roof.py printed, or one of {', '.join(cards)}")
+            raise ValueError(f"--card {name}: expected a file with roof.py's output, or one of {', '.join(cards)}")
         try:
             roof = json.loads(Path(name).read_text(encoding="utf-8"))
-            return cls(roof["ceilings_tflops"], roof["copy_gb_per_s"])
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"--card {name}: it is not what roof.py printed") from None
+            tflops, gb_per_s = roof["ceilings_tflops"], roof["copy_gb_per_s"]
+            if min(tflops["float32"], *tflops.values(), gb_per_s) > 0:
+                return cls(tflops, gb_per_s)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            pass
+        raise ValueError(f"--card {name}: it is not what roof.py printed")
 
     def floor_ms(self, step):
         """The floor of a step in ms, and the part of it in which the memory is slower than the products."""
         whole = waiting = 0.0
         for kernel, count in step.items():
-            peak = kernel.precision and (self.tflops.get(kernel.precision) or self.tflops[INSTEAD[kernel.precision]])
-            multiply = kernel.flops / peak / 1e9 if peak else 0.0
+            precision = kernel.precision
+            while precision and precision not in self.tflops:
+                precision = INSTEAD[precision]
+            multiply = kernel.flops / self.tflops[precision] / 1e9 if precision else 0.0
             move = kernel.bytes / self.gb_per_s / 1e6
             whole += count * max(multiply, move)
             waiting += count * move if move > multiply else 0.0
@@ -87,7 +93,7 @@ def cells(steps, card=None):
     table = []
     for script, step in steps.items():
         flops, moved, kernels = totals(step)
-        row = {"script": script, "TFLOP": f"{flops / 1e12:.2f}", "GB moved": f"{moved / 1e9:.1f}"}
+        row = {"script": script, "TFLOP": f"{flops / 1e12:#.3g}", "GB moved": f"{moved / 1e9:.1f}"}
         row |= {"kernels": f"{kernels:,}"}
         if card:
             whole, waiting = card.floor_ms(step)
