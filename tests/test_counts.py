@@ -253,7 +253,7 @@ def test_what_others_measured_is_divided_by_the_floor_of_their_card():
     steps = {f"{name}.py": {floor.Kernel("add", "", "", 0, nbytes): 1} for name, nbytes in (("a", 1555), ("b", 3110))}
     steps = {name: {kernel._replace(bytes=kernel.bytes * 10**6): 1 for kernel in step} for name, step in steps.items()}
     first, second = floor.beside({"a.py": 3.0, "b.py": 2.5}, steps, floor.Card.read("A100"))  # floors: 1 and 2 ms
-    assert list(first.values()) == ["a.py", "3.0", "1.0", "3.00", "", ""]
+    assert list(first.values()) == ["a.py", "3", "1.0", "3.00", "", ""]
     assert list(second.values()) == ["b.py", "2.5", "2.0", "1.25", "1.20×", "0.50×"]
 
 
