@@ -1,8 +1,8 @@
 """The FLOPs, bytes and kernels of a training step, by count:  python measure/counts.py --batch-size 4   (make counts)
 
 Runs two steps of each rung as it is, on fake tensors, which have shapes and no values, and counts the second: no GPU is
-needed, nothing is computed, and the same torch gives the same counts on every machine. With --card it also prints the
-floor of that GPU: for each kernel the longer of FLOPs / peak and bytes / bandwidth, summed over the step.
+needed, and nothing is computed. Eager rungs have the same counts each time; Inductor may fuse a few kernels otherwise.
+With --card it also prints that GPU's floor: for each kernel the longer of FLOPs / peak and bytes / bandwidth, summed.
 
 How it counts:
 * FLOPs: those of matrix products, by the formulas of torch.utils.flop_counter; flash attention's backward pass computes
