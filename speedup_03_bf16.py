@@ -1,10 +1,10 @@
 """Rung 03, bf16 (speed): autocast runs the matmuls in bfloat16.
 
 A bfloat16 is the upper half of a float32. It keeps 7 of the 23 mantissa bits and all 8 exponent bits, so small
-gradients do not become 0 as in float16. Autocast gives each matmul bf16 copies of its inputs. The matmul reads and
-writes half as many bytes, and tensor cores multiply bf16 twice as fast as TF32: 312 and 156 TFLOP/s on an A100,
-according to its data sheet. Weights, their gradients, the residual stream, LayerNorm and the loss stay float32. The
-copies are kernels of their own, so a step launches half as many kernels again, until rung 05 fuses most of them.
+gradients do not become 0 as in float16. Autocast gives each matmul bf16 copies of its inputs; each copy is a kernel of
+its own, until rung 05 fuses most of them. The matmul reads and writes half as many bytes, and tensor cores multiply
+bf16 twice as fast as TF32: 312 and 156 TFLOP/s on an A100, according to its data sheet. Weights, their gradients, the
+residual stream, LayerNorm and the loss stay float32.
 
 When it does not help: NVIDIA GPUs before compute capability 8.0 and many CPUs only emulate bf16. This rung uses it on
 newer NVIDIA GPUs and on CPUs with AVX-512; elsewhere it prints a line and computes as rung 02 does.

@@ -1,8 +1,8 @@
 """The FLOPs, bytes and kernels of a training step, by count:  python measure/counts.py --batch-size 4   (make counts)
 
 Runs two steps of each rung as it is, on fake tensors, which have shapes and no values, and counts the second: no GPU is
-needed, and nothing is computed. Eager rungs have the same counts each time; Inductor may fuse a few kernels otherwise.
-With --card it also prints that GPU's floor: for each kernel the longer of FLOPs / peak and bytes / bandwidth, summed.
+needed, nothing is computed, and the same torch gives the same counts every time. With --card it also prints the floor
+of that GPU: for each kernel the longer of FLOPs / peak and bytes / bandwidth, summed over the step.
 
 How it counts:
 * FLOPs: those of matrix products, by the formulas of torch.utils.flop_counter; flash attention's backward pass computes
@@ -20,9 +20,7 @@ import contextlib
 import copy
 import functools
 import io
-import json
 import os
-import re
 import runpy
 import shlex
 import sys
@@ -34,7 +32,7 @@ import torch
 from commands import OVERRIDES
 from floor import Card, Kernel, cells
 from kernels import group
-from record import ROOT
+from record import ROOT, save
 from render import plain
 from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import _recursive_post_grad_passes as post_grad_passes
@@ -272,6 +270,8 @@ def step(rung, model, batch_size, seq_len, cuda=True):
             "torch.optim.adam._default_to_fused_or_foreach": lambda *_, **__: (False, True),
         }
     hooks = register_optimizer_step_pre_hook(begin_update), register_optimizer_step_post_hook(end_update)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)  # as on a GPU: with it, other kernels are compiled
     torch._dynamo.reset()
     try:
         with contextlib.ExitStack() as stack, mock.patch.dict(os.environ):
@@ -285,6 +285,7 @@ def step(rung, model, batch_size, seq_len, cuda=True):
             stack.enter_context(counter)
             runpy.run_path(str(ROOT / rung.file), run_name="__main__")
     finally:
+        torch.use_deterministic_algorithms(deterministic)
         for hook in hooks:
             hook.remove()
     return steps[-1]
@@ -319,9 +320,7 @@ def main():
         print(plain([said], cells(steps, card)), flush=True)
     if args.out:
         command = shlex.join(["python", "measure/counts.py", *sys.argv[1:]])
-        text = json.dumps({"command": command, "torch": version, "counts": counts}, indent=1)
-        text = re.sub(r"\[[^][{}]+\]", lambda row: " ".join(row[0].split()), text)  # a kernel in a line
-        args.out.write_text(text + "\n", encoding="utf-8")
+        save(args.out, {"command": command, "torch": version, "counts": counts}, r"\[[^][{}]+\]")  # a kernel in a line
 
 
 if __name__ == "__main__":

@@ -139,10 +139,10 @@ def read(path):
     return data
 
 
-def save(path, data):
+def save(path, data, in_one_line=r"\[[-\d\s.,e]+\]"):
     """Write a ladder.json, lists of numbers in one line; a crash leaves the old file or the new one."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    text = re.sub(r"\[[-\d\s.,e]+\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text)
+    text = re.sub(in_one_line, lambda found: re.sub(r"\s+", " ", found[0]), text)
     new = Path(path).with_suffix(".new")
     new.write_text(text + "\n", encoding="utf-8")
     os.replace(new, path)
