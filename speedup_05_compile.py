@@ -3,9 +3,9 @@
 Eager PyTorch runs a kernel for each operation, and each kernel reads its input from memory and writes its output back.
 The compiler fuses chains of element-wise operations, so that intermediate values stay on the chip: by count, at B 4 and
 T 1024, a step of GPT-2 moves 40 GB instead of 83 GB (make counts). It also removes most of the Python overhead. It
-compiles the forward and the backward pass; the optimizer still runs eagerly. Compiling needs a C++ compiler for a CPU, or a C compiler for an NVIDIA
-GPU. --compile-mode reduce-overhead records the kernels as a CUDA graph and replays them without Python; max-autotune
-also times several kernels for each matmul.
+compiles the forward and the backward pass; the optimizer still runs eagerly. Compiling needs a C++ compiler for a CPU,
+or a C compiler for an NVIDIA GPU. --compile-mode reduce-overhead records the kernels as a CUDA graph and replays them
+without Python; max-autotune also times several kernels for each matmul.
 
 When it does not help: in short runs, because step 0 waits for the compiler.
 
