@@ -138,10 +138,12 @@ def clips():
 
 
 def load(script):
-    """A script as a module. Its nano is that of SMALL."""
+    """A script as a module. Its nano is that of SMALL; a tool that imported MODELS from it keeps the real one."""
     module = importlib.import_module(Path(script).stem)
     if hasattr(module, "MODELS"):
-        module.MODELS["nano"] = module.GPTConfig(n_layer=2, n_head=2, n_embd=32)
+        small = module.GPTConfig(n_layer=2, n_head=2, n_embd=32)
+        if module.MODELS["nano"] != small:
+            module.MODELS = module.MODELS | {"nano": small}
     return module
 
 
