@@ -15,8 +15,7 @@ help:
 	@echo 'make test        lint and most tests, 5 to 9 minutes: before every commit'
 	@echo 'make test-all    every test, as CI does'
 	@echo 'make propagate   carry an edit into the scripts that stand on a file; ARGS=baseline.py'
-	@echo 'make readme      write the table of rungs in README.md, from ladder.toml'
-	@echo 'make figures     write results into README.md and docs/img/: the newest, or ARGS=results/FOLDER'
+	@echo 'make figures     write tables and plots into README.md and docs/pages/, from the scripts and results/'
 
 run: .venv/run
 	.venv/bin/python speedup_10_fused_adamw.py $(ARGS)
@@ -52,11 +51,8 @@ lint: .venv/dev
 propagate: .venv/dev
 	.venv/bin/python dev/propagate.py $(ARGS)
 
-readme: .venv/dev
-	.venv/bin/python dev/readme.py
-
 figures: .venv/dev
-	.venv/bin/python measure/render.py $(ARGS)
+	.venv/bin/python measure/publish.py $(ARGS)
 
 .venv/run: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -73,4 +69,4 @@ chromium:
 		apt-get update && apt-get install -y --no-install-recommends chromium; \
 	fi
 
-.PHONY: chromium compare counts docs figures help ladder lint plot propagate readme run test test-all
+.PHONY: chromium compare counts docs figures help ladder lint plot propagate run test test-all

@@ -34,6 +34,7 @@ import plot  # noqa: E402
 import record  # noqa: E402
 import render  # noqa: E402
 from ladder import PLAIN_GIT, changed_lines, read_ladder, read_toml, split  # noqa: E402
+from publish import row_of, title  # noqa: E402
 
 from measure import TEN  # noqa: E402
 
@@ -54,11 +55,6 @@ class Line:
     tokens: tuple
     marked: frozenset = frozenset()  # places of the characters that the line beside it has not got
     row: int = 0  # in its block, side by side
-
-
-def title(script):
-    """05 compile, for speedup_05_compile.py."""
-    return Path(script).stem.removeprefix("speedup_").replace("_", " ")
 
 
 def page(script):
@@ -176,18 +172,44 @@ def read_diff(before, after):
     return {"header": done.stdout[: done.stdout.index("@@ ")], "folded": folded, "shown": shown}
 
 
+def in_page(svg):
+    """An SVG file's text to stand in a page, in the colours of its text."""
+    text = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("fill: #ffffff", "fill: none")
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)  # a style is the page's
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # a page has several figures
+    return re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
+
+
+PICTURE = re.compile(
+    r'<picture>\n<source media="[^"]+" srcset="(?P<narrow>[^"]+)">\n<img alt="(?P<alt>[^"]+)" src="(?P<wide>[^"]+)">\n'
+    r"</picture>|!\[(?P<text>[^]]+)\]\((?P<one>img/[^)]+\.svg)\)"
+)
+
+
+def with_figures(markdown):
+    """A page with its pictures as part of it: they are light or dark as the reader chose, files as the system is."""
+
+    def figure(alt, name, where=""):
+        svg = in_page((DOCS / "pages" / name).read_text(encoding="utf-8"))
+        svg = re.sub(r'( id="|url\(#|href="#)', rf"\1{Path(name).stem}-", svg)  # a page has several
+        return f'<figure class="{where}" role="img" aria-label="{escape(alt)}">{svg}</figure>'
+
+    def figures(found):
+        if found["one"]:
+            shown = figure(found["text"], found["one"])
+        else:
+            shown = figure(found["alt"], found["wide"], "wide") + figure(found["alt"], found["narrow"], "narrow")
+        return f'<div class="plots whole" data-search-exclude>\n{shown}\n</div>'
+
+    return PICTURE.sub(figures, markdown)
+
+
 class Site:
     """What the pages call. One method per {{ ... }}."""
 
     def __init__(self):
         self.rungs = read_ladder()
-        self.results = render.newest()
-        worked = [name for name in self.results if (self.row(name, "baseline.py") or {}).get("median_ms")]
-        if not worked:
-            raise ValueError("results/ holds no finished measurement of baseline.py: make ladder")
-        self.steps, self.counted_with = floor.read_counts(), json.loads(source("results/counts.json"))["torch"]
-        self.first, self.logged = next(iter(self.results)), worked[0]
-        self.no_gpu = render.part("no_gpu.txt", results=self.results)
+        self.results, self.steps = render.newest(), floor.read_counts()
         loader = jinja2.FileSystemLoader([DOCS, DOCS / "pages"])
         self.jinja = render.JINJA.overlay(loader=loader, autoescape=lambda name: name.endswith(".html"))
         self.jinja.filters.update(good=render.good, paint=paint)
@@ -200,8 +222,9 @@ class Site:
             changed_lines=changed_lines,
             times=render.times,
             later=LATER,
-            table=lambda rows: Markup(render.part("table.md", table=rows)),
         )
+        # In a page a call is a comment, which GitHub, where the same file is read, does not show.
+        self.pages = self.jinja.overlay(variable_start_string="<!-- {{", variable_end_string="}} -->")
 
     def part(self, name, **values):
         return self.jinja.get_template(f"parts/{name}").render(**values)
@@ -230,14 +253,10 @@ class Site:
             mistake["diff"] = [line for line in diff if not line.startswith("@@")]
         return self.part("mistakes.md", mistakes=mistakes)
 
-    def label(self, name):
-        data = self.results[name]
-        device, settings = data["machine"], data["settings"]
-        return f"{'CPU: ' if device['device'] == 'cpu' else ''}{device['name']}, {settings['model']}"
-
-    def row(self, name, script):
-        """What was measured of a script in one of the results, or None."""
-        return next((row for row in self.results[name]["rows"] if row["name"] == script), None)
+    def readme(self):
+        """The README, which is the front page too: its links to pages, but not those to files that no site has."""
+        text = re.sub(r"\[([^]]+)\]\((?!https?:|docs/pages/)[^)]+\)", r"\1", source("README.md"))
+        return text.replace("](docs/pages/", "](").replace('"docs/pages/', '"')
 
     def counts(self, rung):
         """FLOPs, bytes and kernels of a step of a rung and of the one before it, and the bytes of what changed."""
@@ -254,52 +273,6 @@ class Site:
             if max(moved) - min(moved) >= least or len(both) == 1 and moved[0]:
                 rows[f"bytes: {kind}"] = moved, "GB"
         return self.part("counts.md", rows=rows, names=[title(script) for script in names])
-
-    def counted(self):
-        """The counts of GPT-2 for each rung, at each B: a dict for each row."""
-        tables = [floor.cells(steps) for steps in self.steps.values()]
-        sizes = " / ".join(str(batch_size) for _, batch_size, _ in self.steps)
-        return [
-            {"rung": title(rows[0]["script"])}
-            | {f"{what}, B {sizes}": " / ".join(row[what] for row in rows) for what in list(rows[0])[1:]}
-            for rows in zip(*tables, strict=True)
-        ]
-
-    def three_counts(self):
-        """The picture of the front page."""
-        return self.part(
-            "three_counts.html", svg=self.inline(render.three_counts(self.steps[render.COUNTED]), "counts")
-        )
-
-    def cards(self, batch_size):
-        """The floor of each rung on each card of cards.toml: a dict for each row."""
-        steps, cards = self.steps["gpt2", batch_size, 1024], read_toml("measure/cards.toml")
-        return [
-            {"floor, ms": title(script)} | {name: f"{floor.Card.read(name).floor_ms(step)[0]:.1f}" for name in cards}
-            for script, step in steps.items()
-        ]
-
-    def logs(self):
-        """Measured steps: a log, its table beside the floor, and the rungs by their gains, measured and floor.
-
-        The logs of others, then our results of a GPU, whose card is the measured roof.
-        """
-        logs = [(log, floor.Card.read(log["card"])) for log in read_toml("results/public.toml")["log"]]
-        for name, data in self.results.items():
-            about = {key: data["settings"][key] for key in ("model", "batch_size", "seq_len")}
-            steps = self.steps.get(tuple(about.values()), {})
-            if data["machine"]["device"] != "cpu" and data["roof"] and steps:
-                done = {row["name"]: row["median_ms"] for row in data["rows"] if row["median_ms"]}
-                about |= {"about": self.label(name), "ms": {script: done[script] for script in steps if script in done}}
-                logs.append((about, floor.Card(data["roof"]["ceilings_tflops"], data["roof"]["copy_gb_per_s"])))
-        for log, card in logs:
-            rows = floor.beside(log["ms"], self.steps["gpt2", log["batch_size"], log["seq_len"]], card)
-            orders = []
-            for gain in ("measured, × the one before", "floor, × the one before"):
-                gained = [row for row in rows if row[gain] and float(row[gain][:-1]) >= 1.02]
-                gained.sort(key=lambda row: -float(row[gain][:-1]))
-                orders.append(", ".join(title(row["script"])[:2] for row in gained))
-            yield log, rows, orders
 
     def measured_ms(self, script, prediction):
         """The newest median step on the device, model, B and T of a prediction, or None."""
@@ -319,7 +292,7 @@ class Site:
         """What was predicted for a script (speed, memory, loss) beside what was measured, with plots."""
         found = []
         for name in self.results:
-            row, before = self.row(name, rung.file), self.row(name, rung.before)
+            row, before = row_of(self.results[name], rung.file), row_of(self.results[name], rung.before)
             before = before if before and before["median_ms"] else None
             plots = self.plots(name, [one for one in (before, row) if one]) if row and row["median_ms"] else []
             found.append((name, row, before, plots))
@@ -366,11 +339,7 @@ class Site:
         for part in (figure, *figure.axes):
             part.set_facecolor("none")
         with matplotlib.rc_context({"svg.hashsalt": salt}):
-            text = render.svg(figure)
-        text = text[text.index("<svg") :].replace(INK, "currentColor")
-        text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)  # a style is the page's
-        text = re.sub(r'<g id="[^"]*"', "<g", text)  # a page has several figures
-        return Markup(re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2))
+            return Markup(in_page(render.svg(figure)))
 
     def run(self, name):
         """A run of pretrain/train.py in results/: machine, losses as a plot and a table, samples."""
@@ -385,14 +354,6 @@ class Site:
         picture = self.inline(plot.draw({"this run": rows}), name)
         return self.part("run.html", machine=machine, evaluations=evaluations, best=best, picture=picture)
 
-    def log(self):
-        """The first and last lines that baseline.py printed in one of the results."""
-        row, settings = self.row(self.logged, "baseline.py"), self.results[self.logged]["settings"]
-        run = render.good(row)[0]
-        steps = zip(range(len(run["losses"])), run["losses"], run["times_ms"], strict=True)
-        tokens = settings["batch_size"] * settings["seq_len"]
-        return self.part("log.txt", steps=list(steps), tokens=tokens)
-
     def write(self, folder):
         """Every page as Markdown, and Zensical's configuration."""
         pages = folder / "pages"
@@ -406,7 +367,9 @@ class Site:
             name = path.relative_to(pages).as_posix()
             if f'"{name}"' not in config:  # which has a line for each rung
                 raise ValueError(f"docs/pages/{name} is of no rung, and has no line in nav in docs/zensical.toml")
-            path.write_text(self.jinja.get_template(f"pages/{name}").render(rung=rungs.get(name)), encoding="utf-8")
+            path.write_text(
+                with_figures(self.pages.get_template(f"pages/{name}").render(rung=rungs.get(name))), encoding="utf-8"
+            )
         (pages / "compare").mkdir()
         for before, after in combinations(self.rungs, 2):
             text = self.part("compare.html", before=before.file, after=after.file)

@@ -81,6 +81,11 @@ def read_counts(path=ROOT / "results" / "counts.json"):
     }
 
 
+def counted_with(path=ROOT / "results" / "counts.json"):
+    """The torch that was counted."""
+    return json.loads(path.read_text(encoding="utf-8"))["torch"]
+
+
 def totals(step, group=None):
     """The three counts of a step, or of one group of its kernels: FLOPs, bytes, kernels."""
     rows = [(kernel, count) for kernel, count in step.items() if group in (None, kernel.group)]

@@ -1,10 +1,5 @@
-"""From measurements to the README's table and docs/img/*.svg:  python measure/render.py [FOLDER]   (make figures)
+"""From measurements to tables and plots, for `make ladder`, pages.py and the site."""
 
-Takes the named folders of results/, else the newest of each device and model, GPUs first, and also writes their
-summary.txt. What it writes depends on nothing else, so a second run changes nothing.
-"""
-
-import argparse
 import io
 from itertools import groupby
 from pathlib import Path
@@ -12,14 +7,13 @@ from pathlib import Path
 import jinja2
 import matplotlib
 import numpy as np
-from floor import read_counts, totals
+from floor import totals
 from matplotlib.figure import Figure
 from record import ROOT, read, too_large
 from rich.console import Console
 from rich.table import Table
 
 PARTS = Path(__file__).with_name("parts")  # Jinja templates, and how plots look
-BEGIN, END = "<!-- measured, written by `make figures` from results/ -->\n", "<!-- end of what was measured -->\n"
 RUNG, PEER = "#3b78c4", "#c8702a"
 COUNTED = "gpt2", 4, 1024  # model, B and T of the counts that are shown: of results/counts.json
 ALT = {
@@ -60,6 +54,12 @@ def times(ratio):
         return ""
     spread = f" ({ratio['low']:.2f}–{ratio['high']:.2f})" if ratio["low"] != ratio["high"] else ""
     return f"{ratio['median']:.2f}×{spread}"
+
+
+def label(data):
+    """CPU: AMD EPYC, nano: what was measured, and where."""
+    device = data["machine"]
+    return f"{'CPU: ' if device['device'] == 'cpu' else ''}{device['name']}, {data['settings']['model']}"
 
 
 def step(row):
@@ -182,24 +182,32 @@ def curves(axes, rows, over):
     axes.set_ylabel("loss, nats per token")
 
 
-def three_counts(steps):
-    """A bar for the FLOPs, the bytes and the kernels of each of {script: step}, by group."""
-    figure, kinds = Figure(figsize=(10.0, 4.4)), [kind for kind in GROUPS if kind != "idle"]
-    names = [script.removeprefix("speedup_").removesuffix(".py") for script in steps]
-    for place, (what, unit, form) in enumerate(
-        (("TFLOP", 1e12, ".2f"), ("GB moved", 1e9, ".0f"), ("kernels", 1, ",d"))
-    ):
-        axes, left = figure.add_subplot(1, 3, place + 1, title=what), np.zeros(len(names))
-        for kind in kinds:
-            widths = np.array([totals(step, kind)[place] / unit for step in steps.values()])
-            shown = axes.barh(names, widths, left=left, color=GROUPS[kind], label=kind, height=0.7)
-            left += widths
-        axes.bar_label(shown, [format(type(unit)(one), form) for one in left], padding=4)
-        axes.set_xlim(0, 1.3 * left.max())
+def three_counts(steps, log, wide=True):
+    """Bars: in grey the ms per step of a public log, then the three counts of each of {script: step}, by group.
+
+    Four plots in a row, or for a narrow screen two above two.
+    """
+    rows, columns = (1, 4) if wide else (2, 2)
+    figure, kinds = Figure(figsize=(10.0, 3.5) if wide else (5.0, 7.6)), [kind for kind in GROUPS if kind != "idle"]
+    names = [script.removeprefix("speedup_").removesuffix(".py").replace("_", " ") for script in steps]
+    plots = ("ms per step", 1, ",.0f"), ("TFLOP", 1e12, ".2f"), ("GB moved", 1e9, ".0f"), ("kernels", 1, ",.0f")
+    for place, (what, unit, form) in enumerate(plots):
+        whose = f"counted here, B {COUNTED[1]}" if place else f"{log['card']}, B {log['batch_size']}, by others"
+        axes, left = figure.add_subplot(rows, columns, place + 1), np.zeros(len(names))
+        axes.set_title(f"{what}\n{whose}", fontsize=10)
+        if place:
+            for kind in kinds:
+                widths = np.array([totals(step, kind)[place - 1] / unit for step in steps.values()])
+                shown = axes.barh(names, widths, left=left, color=GROUPS[kind], label=kind, height=0.7)
+                left += widths
+        else:
+            left = np.array([log["ms"].get(script, 0) for script in steps])
+            shown = axes.barh(names, left, color=GROUPS["idle"], height=0.7)
+        axes.bar_label(shown, [format(count, form) if count else "not run" for count in left], padding=4)
+        axes.set(xlim=(0, 1.45 * left.max()), xticks=[])
+        axes.tick_params(labelleft=place % columns == 0)
         axes.invert_yaxis()
-        axes.tick_params(labelleft=place == 0)
-    figure.suptitle("A training step, by count: {}, B {}, T {}".format(*COUNTED))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6 if wide else 2, fontsize=8)
     return figure
 
 
@@ -272,37 +280,4 @@ def newest():
 
 
 JINJA.filters["number"] = number
-JINJA.globals.update(batch_cells=batch_cells, cells=cells, commits=commits, conditions=conditions)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("folders", nargs="*", type=Path, help="default: the newest of each device and model")
-    args = parser.parse_args()
-    results, images, readme = ROOT / "results", ROOT / "docs" / "img", ROOT / "README.md"
-    try:
-        folders = [folder.resolve() for folder in args.folders]
-        if foreign := [folder for folder in folders if folder.parent != results]:
-            raise ValueError(f"{foreign[0]} is not in results/, where the README could link to it")
-        measured = {folder.name: read(folder / "ladder.json") for folder in folders} or newest()
-        if not measured:
-            raise ValueError("results/ holds no finished measurement: make ladder")
-        name = next(iter(measured))
-        made = figures(measured[name])
-        section = part("section.md", results=measured, figures=made, ALT=ALT)
-        text = readme.read_text(encoding="utf-8")
-        start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-        for stale in (path for figure in ALT for path in images.glob(f"*-{figure}.svg")):
-            stale.unlink()
-        draw(made, images, f"{name}-")
-        draw({"counts": three_counts(read_counts()[COUNTED])}, images)
-        readme.write_text(text[:start] + section + text[end:], encoding="utf-8")
-        for name, data in measured.items():  # the README links to their tables
-            (results / name / "summary.txt").write_text(summary(data), encoding="utf-8")
-            print(summary(data))
-    except (OSError, ValueError) as error:
-        parser.error(" ".join(str(error).split()))
-
-
-if __name__ == "__main__":
-    main()
+JINJA.globals.update(commits=commits, cells=cells, batch_cells=batch_cells, conditions=conditions, label=label)

@@ -1,0 +1,224 @@
+"""Write what is computed into README.md and docs/pages/:  python measure/pages.py [FOLDER]   (make figures)
+
+Each part stands between two comments in the file that shows it. It is computed from ladder.toml, the scripts, measure/
+and results/: of the measurements there, from the folders that are named, else from the newest of each device and model,
+GPUs first. Their summary.txt and the plots in docs/pages/img/ are written as well. A second run changes nothing.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+import floor
+import render
+from commands import TEN
+from ladder import changed_lines, read_ladder, read_toml
+from record import ROOT, read
+
+BLOCK = re.compile(r"(<!-- (\w+), written by `make figures` -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+IMAGES = Path("docs", "pages", "img")
+FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"  # the cards that the README lists
+
+
+def title(script):
+    """05 compile, for speedup_05_compile.py."""
+    return Path(script).stem.removeprefix("speedup_").replace("_", " ")
+
+
+def table(rows, left=1):
+    """A table in Markdown: a dict for each row, heading -> cell. The first columns are aligned left."""
+    lines = [list(rows[0]), ["---" if place < left else "---:" for place in range(len(rows[0]))]]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [*lines, *(row.values() for row in rows)])
+
+
+def row_of(data, script):
+    """What was measured of a script, or None."""
+    return next((row for row in data["rows"] if row["name"] == script), None)
+
+
+def minutes(rung):
+    """How long a rung takes to read: the words of its page at 200 a minute, and 3 seconds for each changed line.
+
+    Of baseline.py all lines count, for it is read from top to bottom.
+    """
+    page = (ROOT / "docs" / "pages" / "rungs" / f"{Path(rung.file).stem}.md").read_text(encoding="utf-8")
+    words = len(re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL).split())
+    code = (ROOT / rung.file).read_text(encoding="utf-8")
+    lines = sum(changed_lines(rung.before, rung.file)) if rung.before else code.count("\n")
+    return round(words / 200 + lines * 3 / 60)
+
+
+def ladder(data, log, counts):
+    """The rungs: what each changes, and its gain in a public log and in a result of ours."""
+    steps = counts["gpt2", log["batch_size"], log["seq_len"]]
+    beside = floor.beside(log["ms"], steps, floor.Card.read(log["card"]))
+    public = {row["script"]: row["measured, × the one before"] for row in beside}
+    device, rows = "CPU" if data["machine"]["device"] == "cpu" else data["machine"]["name"], []
+    for rung in read_ladder():
+        if rung.part == "rung":
+            gain = (row_of(data, rung.file) or {}).get("over_before")
+            added, removed = changed_lines(rung.before, rung.file) if rung.before else (0, 0)
+            rows.append(
+                {
+                    "rung": f"[{rung.number}]({rung.file})",
+                    "idea": f"[{rung.idea}](docs/pages/rungs/{Path(rung.file).stem}.md)",
+                    "kind": rung.kind,
+                    "lines": f"+{added} −{removed}" if rung.before else "",
+                    "minutes": f"{minutes(rung)}",
+                    f"{log['card']}, not ours": public.get(rung.file, ""),
+                    f"{device}, {data['settings']['model']}": f"{gain['low']:.2f}–{gain['high']:.2f}×" if gain else "",
+                }
+            )
+    return rows
+
+
+def speeds(published, counts, only=None):
+    """What others reached, by card; of the cards in `only`, just the fastest with PyTorch and a plain GPT-2 124M."""
+    flops = floor.totals(counts[render.COUNTED]["baseline.py"])[0] / (4 * 1024)  # of a token, by the usual formula
+    peaks, rows = read_toml("measure/cards.toml"), {}
+    for one in published:
+        plain = one.get("plain", True)
+        if only and not (one["card"] in only and plain and one["ran"].startswith("PyTorch")):
+            continue
+        speed, size = one["tokens_per_s"], one.get("batch_size")
+        peak = peaks.get(one.get("peak", one["card"]), {}).get(one["precision"])
+        row = {"card": one["card"], "tokens/s": f"{speed:,}", "B": render.number(size, "d")}
+        row["ms"] = f"{1000 * size * 1024 / speed:,.0f}" if size else ""
+        row["MFU"] = f"{speed * flops / peak / 1e12:.0%}" if peak and plain else ""
+        row |= {} if only else {"what ran": one["ran"]}
+        row["measured by"] = f"[{one['source']}]({one['url']})" if "url" in one else one["source"]
+        rows[one["card"] if only else len(rows)] = row  # the last of a card is the fastest
+    return list(rows.values())
+
+
+def counted(counts):
+    """The counts of GPT-2 for each rung, at each B."""
+    tables = [floor.cells(steps) for steps in counts.values()]
+    sizes = " / ".join(str(batch_size) for _, batch_size, _ in counts)
+    return [
+        {"rung": title(rows[0]["script"])}
+        | {f"{what}, B {sizes}": " / ".join(row[what] for row in rows) for what in list(rows[0])[1:]}
+        for rows in zip(*tables, strict=True)
+    ]
+
+
+def floors(steps):
+    """The floor of each of {script: step} on each card of cards.toml."""
+    cards = {name: floor.Card.read(name) for name in read_toml("measure/cards.toml")}
+    return [
+        {"floor, ms": title(script)} | {name: f"{card.floor_ms(step)[0]:.1f}" for name, card in cards.items()}
+        for script, step in steps.items()
+    ]
+
+
+def beside(measured, logs, counts):
+    """Measured steps: a log, its table beside the floor, and the rungs by their gains, measured and by the floor.
+
+    The logs of others, then our results of a GPU, whose card is the measured roof.
+    """
+    logs = [(log, floor.Card.read(log["card"])) for log in logs]
+    for data in measured.values():
+        about = {key: data["settings"][key] for key in ("model", "batch_size", "seq_len")}
+        steps = counts.get(tuple(about.values()), {})
+        if data["machine"]["device"] != "cpu" and data["roof"] and steps:
+            done = {row["name"]: row["median_ms"] for row in data["rows"] if row["median_ms"]}
+            about |= {"about": render.label(data), "ms": {script: done[script] for script in steps if script in done}}
+            logs.append((about, floor.Card(data["roof"]["ceilings_tflops"], data["roof"]["copy_gb_per_s"])))
+    for log, card in logs:
+        rows = floor.beside(log["ms"], counts["gpt2", log["batch_size"], log["seq_len"]], card)
+        orders = []
+        for gain in ("measured, × the one before", "floor, × the one before"):
+            gained = [row for row in rows if row[gain] and float(row[gain][:-1]) >= 1.02]
+            gained.sort(key=lambda row: -float(row[gain][:-1]))
+            orders.append(", ".join(title(row["script"])[:2] for row in gained))
+        yield log, [row | {"script": title(row["script"])} for row in rows], orders
+
+
+def ours(measured):
+    """Rung 10 in each of our results, with the share of the measured peak."""
+    rows = []
+    for data in measured.values():
+        row, settings = row_of(data, TEN), data["settings"]
+        if row and row["median_ms"]:
+            rows.append(
+                {
+                    "device": render.label(data),
+                    "B": str(settings["batch_size"]),
+                    "T": str(settings["seq_len"]),
+                    "ms": f"{row['median_ms']:,.1f}",
+                    "tokens/s": f"{row['tokens_per_s']:,.0f}",
+                    "of the measured peak": render.number(row["roof_share"], ".0%"),
+                }
+            )
+    return rows
+
+
+def printed(data):
+    """The first and last lines that baseline.py printed in a measurement."""
+    run, settings = render.good(row_of(data, "baseline.py"))[0], data["settings"]
+    steps = zip(range(len(run["losses"])), run["losses"], run["times_ms"], strict=True)
+    tokens = settings["batch_size"] * settings["seq_len"]
+    return render.part("log.md", label=render.label(data), steps=list(steps), tokens=tokens)
+
+
+def parts(measured):
+    """What stands between the comments: name -> Markdown. And the figures: name -> figure."""
+    public, counts = read_toml("results/public.toml"), floor.read_counts()
+    logs, first = public["log"], counts[render.COUNTED]
+    name, data = next(iter(measured.items()))
+    pairs = [(one, row_of(one, "baseline.py"), row_of(one, TEN)) for one in measured.values()]
+    if not (pairs := [pair for pair in pairs if all(row and row["median_ms"] for row in pair[1:])]):
+        raise ValueError("results/ holds no finished measurement of baseline.py and of rung 10: make ladder")
+    figures = {f"{name}-{kind}": figure for kind, figure in render.figures(data).items()}
+    figures |= {"counts": render.three_counts(first, logs[0])}
+    figures |= {"counts-narrow": render.three_counts(first, logs[0], wide=False)}
+    texts = {
+        "picture": render.part(
+            "picture.md", folder="docs/pages/", logs=logs, speeds=public["speed"], result=name, data=data
+        ),
+        "counts": render.part("picture.md", folder="", logs=logs, data=None),
+        "two": render.part("two.md", **dict(zip(("data", "base", "ten"), pairs[0], strict=True))),
+        "ladder": render.part("ladder.md", table=table, rows=ladder(data, logs[0], counts), log=logs[0], data=data),
+        "cards": table(speeds(public["speed"], counts, FIRST)),
+        "speeds": table(speeds(public["speed"], counts)),
+        "ours": table(ours(measured)),
+        "counted": table(counted(counts)) + f"\n\nCounted with torch {floor.counted_with()}.",
+        "floors": table(floors(counts["gpt2", 16, 1024])),
+        "beside": render.part("beside.md", logs=list(beside(measured, logs, counts)), table=table),
+        "results": render.part("results.md", results=measured, figures=figures, ALT=render.ALT),
+        "log": printed(pairs[0][0]),
+    }
+    return texts, figures
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("folders", nargs="*", type=Path, help="default: the newest of each device and model")
+    args = parser.parse_args()
+    try:
+        folders = [folder.resolve() for folder in args.folders]
+        if foreign := [folder for folder in folders if folder.parent != ROOT / "results"]:
+            raise ValueError(f"{foreign[0]} is not in results/")
+        measured = {folder.name: read(folder / "ladder.json") for folder in folders} or render.newest()
+        if not measured:
+            raise ValueError("results/ holds no finished measurement: make ladder")
+        texts, figures = parts(measured)
+        written = {
+            path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *ROOT.glob("docs/pages/*.md"))
+        }
+        for path, text in written.items():
+            path.write_text(
+                BLOCK.sub(lambda found: f"{found[1]}\n{texts[found[2]].strip()}\n\n{found[3]}", text), encoding="utf-8"
+            )
+        for stale in (path for kind in render.ALT for path in (ROOT / IMAGES).glob(f"*-{kind}.svg")):
+            stale.unlink()
+        render.draw(figures, ROOT / IMAGES)
+        for name, data in measured.items():  # the pages name their tables
+            (ROOT / "results" / name / "summary.txt").write_text(render.summary(data), encoding="utf-8")
+            print(render.summary(data))
+    except (OSError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main()
