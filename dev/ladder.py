@@ -31,8 +31,6 @@ class Rung:
     run: str = ""
     kind: str = ""
     precision: str = ""
-    why: str = ""
-    when_not: str = ""
 
     @property
     def number(self):

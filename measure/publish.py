@@ -45,7 +45,7 @@ def minutes(rung):
     words = len(re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL).split())
     code = (ROOT / rung.file).read_text(encoding="utf-8")
     lines = sum(changed_lines(rung.before, rung.file)) if rung.before else code.count("\n")
-    return round(words / 200 + lines * 3 / 60)
+    return max(1, round(words / 200 + lines * 3 / 60))
 
 
 def ladder(data, log, counts):
@@ -122,7 +122,11 @@ def beside(measured, logs, counts):
         steps = counts.get(tuple(about.values()), {})
         if data["machine"]["device"] != "cpu" and data["roof"] and steps:
             done = {row["name"]: row["median_ms"] for row in data["rows"] if row["median_ms"]}
-            about |= {"about": render.label(data), "ms": {script: done[script] for script in steps if script in done}}
+            about |= {
+                "about": render.label(data),
+                "url": "",
+                "ms": {script: done[script] for script in steps if script in done},
+            }
             logs.append((about, floor.Card(data["roof"]["ceilings_tflops"], data["roof"]["copy_gb_per_s"])))
     for log, card in logs:
         rows = floor.beside(log["ms"], counts["gpt2", log["batch_size"], log["seq_len"]], card)
@@ -191,6 +195,14 @@ def parts(measured):
     return texts, figures
 
 
+def with_parts(path, texts):
+    """A file's text with each of its parts as it is now. Raises ValueError for one that there is not."""
+    text = path.read_text(encoding="utf-8")
+    if unknown := {found[2] for found in BLOCK.finditer(text)} - texts.keys():
+        raise ValueError(f"{path.relative_to(ROOT)}: there is no part {min(unknown)}, only {', '.join(texts)}")
+    return BLOCK.sub(lambda found: f"{found[1]}\n{texts[found[2]].strip()}\n\n{found[3]}", text)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("folders", nargs="*", type=Path, help="default: the newest of each device and model")
@@ -203,13 +215,9 @@ def main():
         if not measured:
             raise ValueError("results/ holds no finished measurement: make ladder")
         texts, figures = parts(measured)
-        written = {
-            path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *ROOT.glob("docs/pages/*.md"))
-        }
+        written = {path: with_parts(path, texts) for path in (ROOT / "README.md", *ROOT.glob("docs/pages/*.md"))}
         for path, text in written.items():
-            path.write_text(
-                BLOCK.sub(lambda found: f"{found[1]}\n{texts[found[2]].strip()}\n\n{found[3]}", text), encoding="utf-8"
-            )
+            path.write_text(text, encoding="utf-8")
         for stale in (path for kind in render.ALT for path in (ROOT / IMAGES).glob(f"*-{kind}.svg")):
             stale.unlink()
         render.draw(figures, ROOT / IMAGES)

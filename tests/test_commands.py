@@ -11,10 +11,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import EAGER, ROOT, RUNGS, SCRIPTS, play, press_ctrl_c_at
+from conftest import EAGER, ROOT, SCRIPTS, play, press_ctrl_c_at
 
 FOLDERS = "branches pretrain measure dev docs".split()
-PROGRAMS = "make python pip torchrun git source tensorboard ghp-import apt nvidia-smi code cp printf".split()
+PROGRAMS = "make python uv pip torchrun git source tensorboard ghp-import apt nvidia-smi code cp printf".split()
 
 # Commands that no test runs, by the reason why not. Every other command that is found is run.
 NOT_RUN = {
@@ -23,7 +23,6 @@ NOT_RUN = {
         "git grep",
         "git restore",
         "torchrun --standalone --nproc_per_node=8",
-        "make figures ARGS=results/FOLDER",  # test_measure.py draws from named folders
         'make compare ARGS="results/ONE results/OTHER"',
         "make compare",
         "make plot",
@@ -32,13 +31,17 @@ NOT_RUN = {
         "python pretrain/hellaswag.py gpt2 --data FILE",
     ],
     "it installs packages or asks for them": [
-        "pip install .",
+        "uv run speedup_03_bf16.py",  # test_scripts.py runs it
+        "uv run baseline.py",
         "pip install -r requirements.txt",
         "pip install -r requirements-dev.txt",  # make test does
         "pip install -r pretrain/requirements.txt",
         "pip install ghp-import",
         "pip install -q tiktoken",
         "apt install git build-essential python3-dev python3-venv",
+    ],
+    "it opens an editor": [
+        "code --diff speedup_05_compile.py speedup_06_flash_attn.py",
     ],
     "it runs the tests": [
         "make test",
@@ -63,7 +66,7 @@ NOT_RUN = {
         'make ladder ARGS="--repeat 3 --peers --profile"',
         "python docs/build_site.py",
         "python measure/measure.py",
-        "python measure/render.py [FOLDER]",
+        "python measure/publish.py [FOLDER]",
         "torchrun --standalone --nproc_per_node=2 measure/allreduce.py",
         "torchrun --standalone --nproc_per_node=2 measure/allreduce.py --step-ms 2900",
         "torchrun --standalone --nproc_per_node=2 measure/allreduce.py --model gpt2 --step-ms 2900",
@@ -140,18 +143,14 @@ LONG = {
 
 def commands():
     """{command: the file where a reader finds it}"""
-    import build_site
-
     found = {}
 
     def add(command, where):
         found.setdefault(" ".join(re.split(r"\s# ", command)[0].split()), where)
 
-    site, rungs = build_site.Site(), {f"docs/pages/rungs/{Path(rung.file).stem}.md": rung for rung in RUNGS.values()}
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-        text = re.sub(r"<!-- [^>]* from results/ -->.*?<!-- end of", "", text, flags=re.DOTALL)  # how it was measured
-        text += f"\n{site.part('commands.md', rung=rungs[name])}\n" if name in rungs else ""
+        text = re.sub(r"<!-- results, .*?<!-- end of", "", text, flags=re.DOTALL)  # how it was measured
         blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
         for language, block in blocks.findall(text):
             assert language in ("", "bash", "text", "python"), f"{name}: ```{language}"

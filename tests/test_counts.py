@@ -266,15 +266,21 @@ def test_what_others_measured_is_divided_by_the_floor_of_their_card():
     assert list(second.values()) == ["b.py", "2.5", "2.0", "1.25", "1.20×", "0.50×"]
 
 
-def test_the_picture_has_the_three_counts_of_every_rung():
+def test_the_picture_has_the_three_counts_of_every_rung_and_apart_from_them_what_others_measured():
     steps = floor.read_counts()[render.COUNTED]
-    figure = render.three_counts(steps)
-    shown = [[text.get_text() for text in axes.texts] for axes in figure.axes]
-    table = floor.cells(steps)
-    assert shown[1] == [f"{floor.totals(step)[1] / 1e9:.0f}" for step in steps.values()]
-    assert shown[2] == [row["kernels"] for row in table]
-    ends = [sum(bars[rung].get_width() for bars in figure.axes[2].containers) for rung in range(len(steps))]
-    assert ends == [floor.totals(step)[2] for step in steps.values()]
+    log = {"card": "A100", "batch_size": 8, "ms": {"speedup_02_tf32.py": 237.2}}
+    for wide in (True, False):
+        figure = render.three_counts(steps, log, wide)
+        shown = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+        assert shown[0] == ["237" if script == "speedup_02_tf32.py" else "not run" for script in steps]
+        assert shown[2] == [f"{floor.totals(step)[1] / 1e9:.0f}" for step in steps.values()]
+        assert shown[3] == [row["kernels"] for row in floor.cells(steps)]
+        ends = [sum(bars[rung].get_width() for bars in figure.axes[3].containers) for rung in range(len(steps))]
+        assert ends == [floor.totals(step)[2] for step in steps.values()]
+        assert [axes.get_title("left").partition("\n")[2] for axes in figure.axes] == [
+            "A100, B 8, by others",
+            *["counted here, B 4"] * 3,
+        ]
 
 
 # ---- what is committed

@@ -4,7 +4,6 @@ Chromium opens every page from the disk, and one of each kind from a server: no 
 or a desktop, no serious axe violation.
 """
 
-import copy
 import functools
 import http.server
 import json
@@ -29,7 +28,8 @@ SCRIPTS = list(RUNGS)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAIRS = [(before, after) for i, after in enumerate(SCRIPTS) for before in SCRIPTS[:i]]
 RUNG_PAGES = [docs.page(script) for script in SCRIPTS]
-SIDE_PAGES = [f"{name}.html" for name in "index counts compare pretrain where log mistakes measuring checked".split()]
+SIDE_PAGES = "index counts compare mistakes options where log scale pretrain card results measuring beyond checked"
+SIDE_PAGES = [f"{name}.html" for name in SIDE_PAGES.split()]
 PAGES = [*SIDE_PAGES, *RUNG_PAGES, *(docs.pair_page(*pair) for pair in PAIRS)]
 SHOWN = [*SIDE_PAGES, *RUNG_PAGES, docs.pair_page(SCRIPTS[0], SCRIPTS[10]), docs.pair_page(SCRIPTS[0], SCRIPTS[12])]
 NEAR = [pair if RUNGS[pair[1]].before == pair[0] else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]
@@ -129,8 +129,9 @@ def test_a_rungs_page_has_all_that_a_reader_looks_for(soup, script):
     assert [name in headings for name in ("Predicted and measured", "Run it", "Exercise", "Sources")] == [True] * 4
     (commands,) = [code.text for code in article.select("pre > code") if script in code.text]
     assert re.search(rf"^(python|torchrun .*) {re.escape(script)}", commands, re.MULTILINE)
+    assert f"Kind: {RUNGS[script].kind}" in article.text or not RUNGS[script].kind
     if RUNGS[script].before:
-        assert re.search(r"^make diff-\w+$", commands, re.MULTILINE)
+        assert f"In a terminal: make diff-{RUNGS[script].number}." in article.text
     for exercise in (exercises := article.select("details.question")):
         assert not exercise.has_attr("open") and "?" in exercise.summary.text
     assert exercises
@@ -175,39 +176,6 @@ def test_wrong_arithmetic_is_seen():
         assert not is_true(f"logits: 4 × 1,024 × 50,257 × 4 bytes = {wrong}")
 
 
-def check_chart(front, name, data):
-    """That the front page shows what a result holds, rows that failed included."""
-    (chart,) = front.select(f'.result[data-result="{name}"] table.chart')
-    lengths = []
-    for row, shown in zip(data["rows"], chart.select("tbody tr"), strict=True):
-        links, cells = [link["href"] for link in shown.select("a")], [cell.text.strip() for cell in shown.select("td")]
-        assert links == ([docs.page(row["name"])] if row["kind"] == "rung" else [])
-        if not row["median_ms"]:
-            assert cells == [row["error"]]
-            continue
-        lengths.append(
-            (float(re.search(r"width: ([\d.]+)%", shown.select_one(".bar")["style"])[1]), row["tokens_per_s"])
-        )
-        roof, memory = ("" if row[key] is None else row[key] for key in ("roof_share", "peak_memory_gib"))
-        ratio = row["over_baseline"]
-        assert cells[0] == f"{row['tokens_per_s']:,.0f}" and cells[1] == (f"{ratio['median']:.2f}" if ratio else "")
-        assert cells[2] == (roof and f"{roof:.0%}") and cells[3] == (memory and f"{memory:.2f}")
-    longest, fastest = (max(values) for values in zip(*lengths, strict=True))
-    assert longest > 50 and all(
-        length == pytest.approx(speed * longest / fastest, abs=0.1) for length, speed in lengths
-    )
-
-
-def test_the_gain_of_rung_01_on_a_cpu_is_the_measured_one():
-    found = [record.read(path) for path in ROOT.glob("results/*/ladder.json")]
-    newest = max(
-        (data for data in found if (data["machine"]["device"], data["settings"]["model"]) == ("cpu", "nano")),
-        key=lambda data: data["finished"],
-    )
-    (row,) = (row for row in newest["rows"] if row["name"] == SCRIPTS[1])
-    assert f" is also {row['over_before']['median']:.2f}× as fast" in RUNGS[SCRIPTS[1]].when_not
-
-
 @pytest.mark.parametrize("script", list(docs.Site().steps[render.COUNTED]))
 def test_a_rungs_page_opens_with_its_three_counts(soup, script):
     steps, before = docs.Site().steps[render.COUNTED], RUNGS[script].before
@@ -228,21 +196,6 @@ def test_a_rungs_page_opens_with_its_three_counts(soup, script):
         moved = {kind: [floor.totals(steps[one], kind)[1] for one in (before, script)] for kind in render.GROUPS}
         least = floor.totals(steps[before])[1] / 100
         assert changed == {kind for kind, (old, new) in moved.items() if abs(old - new) >= least}
-
-
-def test_a_gpus_result_is_shown_beside_the_floor_of_its_own_roof():
-    site, data = docs.Site(), copy.deepcopy(next(iter(RESULTS.values())))
-    data["machine"] |= {"device": "cuda", "name": "NVIDIA H200"}
-    data["settings"] |= {"model": "gpt2", "batch_size": 16, "seq_len": 1024}
-    data["roof"] = {"ceilings_tflops": {"float32": 50.0, "tf32": 400.0, "bf16": 700.0}, "copy_gb_per_s": 4000.0}
-    others, site.results = len(list(site.logs())), {"made-up": data}
-    *public, (log, rows, _) = site.logs()
-    assert len(public) == others and log["about"] == "NVIDIA H200, gpt2"
-    step = site.steps["gpt2", 16, 1024]["speedup_05_compile.py"]
-    measured = next(row["median_ms"] for row in data["rows"] if row["name"] == "speedup_05_compile.py")
-    least, _ = floor.Card(data["roof"]["ceilings_tflops"], 4000.0).floor_ms(step)
-    assert [row["script"] for row in rows] == list(site.steps["gpt2", 16, 1024])
-    assert rows[5]["floor, ms"] == f"{least:,.1f}" and rows[5]["measured / floor"] == f"{measured / least:.2f}"
 
 
 def check_findings(page, script, name, data):
@@ -270,9 +223,25 @@ def check_findings(page, script, name, data):
     assert len(section.select("figure[role=img][aria-label] svg")) == 2 + profiled
 
 
-@pytest.mark.parametrize("name", RESULTS)
-def test_the_front_page_shows_what_was_measured(soup, name):
-    check_chart(soup("index.html"), name, RESULTS[name])
+def test_the_front_page_is_the_readme(soup):
+    """Its text, its links to pages, and its picture twice, for a wide window and a narrow one."""
+    page, readme = soup("index.html").select_one("article"), (ROOT / "README.md").read_text(encoding="utf-8")
+    headings = [heading.find(string=True).strip() for heading in page.find_all("h2")]
+    assert headings == [*re.findall(r"^## (.+)$", readme, re.MULTILINE), "On this site"]
+    linked = {link["href"] for link in page.select("a[href]")}
+    for name, anchor in re.findall(r"\]\(docs/pages/([\w/]+)\.md(#[\w-]+)?\)", readme):
+        assert f"{name}.html{anchor}" in linked
+    pictures = page.select("figure[role=img][aria-label] svg")
+    assert len(pictures) == 2 and all("577.6" in page.text and "578" in picture.text for picture in pictures)
+    assert len(page.select("table")) == len(re.findall(r"^\| ---", readme, re.MULTILINE)) == 2
+
+
+def test_a_page_has_its_figures_in_it_and_no_two_elements_with_one_id(soup):
+    for page in ("index.html", "counts.html", "results.html"):
+        ids = [found["id"] for found in soup(page).select("[id]")]
+        assert len(ids) == len(set(ids)), page
+        assert soup(page).select("article figure svg") and not soup(page).select("article img")
+        assert "currentColor" in str(soup(page).select_one("article figure svg"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -410,18 +379,12 @@ def add_rung(root):
 @pytest.mark.slow
 def test_a_gpus_result_comes_first_also_where_runs_failed_and_there_is_no_roof(made_up):
     folder, data = made_up
-    front, *pages = (
-        BeautifulSoup((folder / page).read_text(encoding="utf-8"), "html.parser")
-        for page in ["index.html", *RUNG_PAGES]
-    )
-    assert [result["data-result"] for result in front.select(".result")] == ["made-up", *RESULTS]
-    assert "No GPU has been measured" not in front.text and "None" not in front.text
-    check_chart(front, "made-up", data)
+    pages = [BeautifulSoup((folder / page).read_text(encoding="utf-8"), "html.parser") for page in RUNG_PAGES]
+    assert [result["data-result"] for result in pages[0].select(".result")] == ["made-up", *RESULTS]
     for script, page in zip(SCRIPTS, pages, strict=True):
         if script != "ddp_run.py":  # it stands on the new rung
             check_findings(page, script, "made-up", data)
-    assert "A pass failed: the first pass failed" in pages[1].text and "a pass failed" in front.text
-    assert "B 64" in front.select_one(".batches").text
+    assert "A pass failed: the first pass failed" in pages[1].text
     said = "Predicted on 2026-11-23 for NVIDIA H200, B {}, T 1024: {} ms per step; measured: {} ms, {}."
     assert said.format(64, "124 to 132", "130.0", "as predicted") in pages[10].text
     found = data["rows"][7]["median_ms"]
@@ -539,10 +502,23 @@ def test_every_page_loads_and_nothing_overflows(tab, base):
 
 @browsing
 @pytest.mark.parametrize("width", [390, 1440])
-def test_a_long_error_does_not_widen_the_front_page(browser, made_up, width):
+def test_a_long_error_does_not_widen_a_page(browser, made_up, width):
     with browser.new_page(viewport={"width": width, "height": 900}) as page:
-        page.goto((made_up[0] / "index.html").as_uri())
-        assert page.get_by_text("The end.").is_visible() and not page.evaluate(OVERFLOW)
+        page.goto((made_up[0] / docs.page("speedup_05_compile.py")).as_uri())
+        assert page.get_by_text("The end.").first.is_visible() and not page.evaluate(OVERFLOW)
+
+
+@browsing
+@pytest.mark.parametrize("page", ["index.html", "counts.html"])
+def test_the_picture_is_the_one_for_the_window(tab, base, page):
+    for width, shown in (390, "narrow"), (1440, "wide"):
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.goto(base + page)
+        assert [figure.get_attribute("class") for figure in tab.locator(".plots figure:visible").all()] == [shown]
+        sizes = tab.locator(".plots figure:visible svg text").evaluate_all(
+            "texts => texts.map(text => text.getBoundingClientRect().height)"
+        )
+        assert min(sizes) >= 9  # pixels: it can be read
 
 
 @browsing
@@ -551,7 +527,7 @@ def test_axe_finds_no_serious_violation(browser, urls, scheme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     with browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme=scheme) as context:
         page, found = context.new_page(), []
-        sides = "index.html", "compare.html", "where.html", "mistakes.html"
+        sides = "index.html", "compare.html", "card.html", "mistakes.html"
         for name in (*sides, RUNG_PAGES[6], SHOWN[-1]):  # one of each kind
             page.goto(urls["file"] + name)
             page.evaluate("for (const details of document.querySelectorAll('details')) details.open = true")
@@ -615,11 +591,11 @@ def test_lines_stand_beside_their_partners(tab, base, script):
 @browsing
 @from_both
 def test_a_page_that_one_comes_back_to_shows_what_its_buttons_say(tab, base):
-    tab.goto(base + "index.html")
+    tab.goto(base + RUNG_PAGES[3])
     tab.get_by_role("link", name="06 flash attn").first.click()
     tab.locator(".choice[data-choice=result] label").last.click()
     tab.go_back()
-    tab.wait_for_url(base + "index.html")
+    tab.wait_for_url(base + RUNG_PAGES[3])
     checked = tab.locator(".choice[data-choice=result] input:checked").get_attribute("value")
     assert tab.locator(".result:visible").get_attribute("data-result") == checked == list(RESULTS)[-1]
     tab.locator(".choice[data-choice=result] label").first.click()
@@ -637,7 +613,7 @@ def test_a_page_that_one_comes_back_to_shows_what_its_buttons_say(tab, base):
 @from_both
 def test_what_was_chosen_is_there_before_the_page_is_painted(tab, base):
     """No page may jump: what runs in the head alone decides."""
-    tab.goto(base + "index.html")
+    tab.goto(base + RUNG_PAGES[0])
     tab.locator(".choice[data-choice=result] label").last.click()
     tab.add_init_script("addEventListener = document.addEventListener = () => {}")  # what waits for the page never runs
     tab.goto(base + docs.page("speedup_05_compile.py"))
@@ -662,9 +638,9 @@ def test_what_is_copied_from_the_inline_view_is_gits_text(tab, base):
 @browsing
 @from_both
 def test_the_chooser_shows_one_result_and_is_remembered(tab, base):
-    for page in ("index.html", docs.page("speedup_05_compile.py"), docs.page("baseline.py")):
+    for page in (RUNG_PAGES[6], docs.page("speedup_05_compile.py"), docs.page("baseline.py")):
         tab.goto(base + page)
-        if page == "index.html":
+        if page == RUNG_PAGES[6]:
             assert tab.locator(".result:visible").count() == 1
             tab.locator(".choice[data-choice=result] label").last.click()
         (shown,) = tab.locator(".result:visible").all()

@@ -22,7 +22,6 @@ import pytest
 import unidiff
 from conftest import LONG, ROOT, RUNGS, SCRIPTS, TRAIN, copy_project
 from ladder import changed_lines, split
-from readme import with_table
 
 TRAILING = r", (?=[)\]}])"  # the comma that re-wrapping adds
 DIFFS = [script for script, rung in RUNGS.items() if rung.before]
@@ -207,12 +206,6 @@ def test_a_diff_over_its_limit_is_seen(tmp_path):
     assert changed_lines(rung.before, rung.before, tmp_path) == (0, 0)
 
 
-def test_the_readme_has_the_table():
-    readme = source("README.md")
-    if with_table(readme) != readme:
-        pytest.fail("README.md is behind ladder.toml or the scripts: make readme")
-
-
 TWELFTH = '''"""Rung 11, cooler start (speed): a trial.
 
 When it does not help: never.
@@ -228,30 +221,27 @@ kind = "speed"
 idea = "a trial"
 touches = ["main"]
 limit = 2
-why = "never"
-when_not = "always"
 """
 
 
 def test_a_new_idea_takes_a_file_and_a_row(tmp_path, verdict):
-    """On a copy of the project: with them and `make readme`, all that is checked of every script is checked of it."""
+    """On a copy of the project: with them and `make figures`, all that is checked of every script is checked of it."""
     root = tmp_path / "ladder"
     copy_project(root)
     idea = split(source("speedup_10_fused_adamw.py"))[1].replace("optimizer.zero_grad()", "optimizer.zero_grad(True)")
     (root / "speedup_11_trial.py").write_text(TWELFTH + idea, encoding="utf-8")
     with (root / "ladder.toml").open("a", encoding="utf-8") as file:
         file.write(ROW)
-    subprocess.run([sys.executable, "dev/readme.py"], cwd=root, check=True)
+    (root / "docs" / "pages" / "rungs" / "speedup_11_trial.md").write_text("# 11 trial\n", encoding="utf-8")
+    subprocess.run([sys.executable, "measure/publish.py"], cwd=root, check=True, capture_output=True)
     readme = (root / "README.md").read_text(encoding="utf-8")
-    assert (
-        "| [`speedup_11_trial.py`](speedup_11_trial.py) | speed | a trial | +1 −1 in `main` | never | always |"
-        in readme
-    )
+    idea = "[a trial](docs/pages/rungs/speedup_11_trial.md)"
+    assert f"| [11](speedup_11_trial.py) | {idea} | speed | +1 −1 | 1 |  |  |" in readme
 
     def proofs(which):
         return verdict(root, root / "tests" / "test_ladder.py", root / "tests" / "test_training.py", "-k", which)
 
-    status, seen = proofs("trial and not compile or readme")
+    status, seen = proofs("trial and not compile")
     assert status == 0, seen.failed
     for test in ("within_its_limit", "idea_alone", "counted_per_second"):
         assert any(name.endswith(f"{test}[speedup_11_trial.py]") for name in seen.passed), test
@@ -282,15 +272,14 @@ def test_a_wrong_row_is_one_clear_error(row, text, tmp_path):
     copy_project(tmp_path, "dev")
     for folder in ("branches", "pretrain"):
         (tmp_path / folder).mkdir()
-    for file in ("README.md", "ladder.toml", *RUNGS):
+    for file in ("ladder.toml", *RUNGS):
         shutil.copy(ROOT / file, tmp_path / file)
     with (tmp_path / "ladder.toml").open("a", encoding="utf-8") as file:
         file.write(f"\n[[rung]]\n{row}\n")
-    done = subprocess.run([sys.executable, "dev/readme.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("readme.py: error: ") and text in done.stderr
+    done = subprocess.run([sys.executable, "dev/diff.py", "02"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("diff.py: error: ") and text in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == source("README.md")
 
 
 def test_the_ladder_has_the_twelve_files_that_people_type():
@@ -381,7 +370,7 @@ def test_the_marks_of_a_conflict_are_not_counted_as_lines(tmp_path):
     root = copy_project(tmp_path / "ladder")
     path, readme = root / "speedup_02_tf32.py", (root / "README.md").read_bytes()
     path.write_text(path.read_text(encoding="utf-8").replace("def main():", "<<<<<<< ours\ndef main():"))
-    for words in (["dev/readme.py"], ["dev/diff.py", "02"], ["dev/diff.py", "03"]):
+    for words in (["measure/publish.py"], ["dev/diff.py", "02"], ["dev/diff.py", "03"]):
         done = subprocess.run([sys.executable, *words], cwd=root, capture_output=True, text=True)
         assert done.returncode != 0 and len(done.stderr.splitlines()) == 1
         assert "error: speedup_02_tf32.py still has the marks of a conflict" in done.stderr

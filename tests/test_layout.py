@@ -135,7 +135,7 @@ def texts(tracked):
         ):
             if not re.match("results/.*/", name):
                 text = (ROOT / name).read_text(encoding="utf-8")
-                yield name, re.sub(r"<!-- measured, .*?<!-- end of", "", text, flags=re.DOTALL)
+                yield name, re.sub(r"<!-- results, .*?<!-- end of", "", text, flags=re.DOTALL)
 
 
 PATH = re.compile(

@@ -1,7 +1,7 @@
 """`make ladder` measures what it says, within a budget, and continues where it was cut, also on another host.
 
 Medians, ratios and shares are computed from logs with known answers, the speed is compared with an outside clock, the
-peers with rung 10, and the published figures with `results/`.
+peers with rung 10.
 """
 
 import functools
@@ -977,65 +977,6 @@ def test_drawing_again_changes_nothing(tmp_path):
             path.stem, ["nats per token", "step"]
         ):
             assert unit in svg
-
-
-def test_the_readme_and_its_figures_are_those_of_the_results(tmp_path):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = re.findall(r"\((results/[^)]+)/ladder.json\)", readme)  # a reader may have measured since
-    assert shown
-    kept = {path: path.read_bytes() for path in (ROOT / "docs" / "img").glob("*.svg")}
-    start, end = readme.index(render.BEGIN) + len(render.BEGIN), readme.index(render.END)
-    copy = copy_project(tmp_path / "project")
-    shutil.rmtree(copy / "docs")
-    (copy / "docs" / "img").mkdir(parents=True)
-    (copy / "docs" / "img" / "a-users-own.svg").touch()
-    (copy / "docs" / "img" / "an-older-one-tokens.svg").touch()
-    for folder in shown:
-        (copy / folder / "summary.txt").unlink()
-    words = [sys.executable, "measure/render.py", *shown]
-    done = subprocess.run(words, cwd=copy, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (copy / "README.md").read_text(encoding="utf-8")[start:end] == readme[start:end]
-    for folder in shown:
-        assert (copy / folder / "summary.txt").read_bytes() == (ROOT / folder / "summary.txt").read_bytes()
-    assert (copy / "docs" / "img" / "a-users-own.svg").exists()
-    (copy / "docs" / "img" / "a-users-own.svg").unlink()
-    drawn = {ROOT / path.relative_to(copy): path.read_bytes() for path in (copy / "docs" / "img").iterdir()}
-    assert sorted(drawn) == sorted(kept)
-    if sys.version_info >= (3, 11):  # before it another matplotlib draws
-        assert drawn == kept
-
-
-def test_an_error_in_the_table_leaves_the_figures(monkeypatch, tmp_path):
-    copy = copy_project(tmp_path / "project")
-    monkeypatch.setattr(render, "ROOT", copy)
-    monkeypatch.setitem(render.JINJA.globals, "cells", lambda data: data["no such column"])
-    monkeypatch.setattr("sys.argv", ["render.py"])
-    figures = sorted((copy / "docs" / "img").iterdir())
-    with pytest.raises(KeyError):
-        render.main()
-    assert figures == sorted((copy / "docs" / "img").iterdir()) != []
-
-
-def test_render_refuses_what_is_no_measurement(tmp_path):
-    copy = copy_project(tmp_path / "project")
-    (copy / "results" / "empty").mkdir()
-    (copy / "results" / "empty" / "ladder.json").write_text("{}")
-    (copy / "elsewhere").mkdir()
-
-    def written():
-        return {path: path.read_bytes() for path in (copy / "README.md", *(copy / "docs" / "img").iterdir())}
-
-    before = written()
-    for folder, said in (
-        ("results/empty", "is no measurement"),
-        ("results/nowhere", "No such file"),
-        ("elsewhere", "is not in results/"),
-    ):
-        done = subprocess.run([sys.executable, "measure/render.py", folder], cwd=copy, capture_output=True, text=True)
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-        assert done.stderr.startswith("render.py: error: ") and said in done.stderr
-        assert written() == before and len(before) > 5
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/ladder.json")), ids=lambda path: path.parent.name)

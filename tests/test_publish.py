@@ -1,0 +1,241 @@
+"""What is computed stands in the README, the pages and their figures as the scripts and `results/` have it.
+
+Gains, shares and reading times are computed again, a GPU's result comes first, and an error changes no file. The README
+fits in 140 lines and 1,400 words.
+"""
+
+import copy
+import re
+import shutil
+import subprocess
+import sys
+
+import floor
+import publish
+import pytest
+import render
+from conftest import ROOT, RUNGS, copy_project
+from ladder import changed_lines, read_toml
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COUNTS = floor.read_counts()
+PUBLIC = read_toml("results/public.toml")
+PAGES = "README.md", "docs/pages"  # what it writes, and what it draws
+
+
+def block(name, text=README):
+    """What stands between two comments, as the cells of its lines."""
+    (found,) = [found[0] for found in publish.BLOCK.finditer(text) if found[2] == name]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in found.splitlines() if line.startswith("|")
+    ]
+    return rows[2:]
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 140 and len(README.split()) <= 1400
+
+
+def test_each_part_is_in_a_file_and_each_comment_has_a_part():
+    texts, _ = publish.parts(render.newest())
+    files = [ROOT / "README.md", *ROOT.glob("docs/pages/**/*.md")]
+    named = re.findall(r"<!-- (\w+), written by", "".join(file.read_text(encoding="utf-8") for file in files))
+    assert sorted(named) == sorted(texts)
+
+
+def test_the_pages_and_their_figures_are_those_of_the_results(tmp_path):
+    shown = [
+        f"results/{name}"
+        for name in re.findall(r"`results/([^/`]+)/summary.txt`", (ROOT / "docs/pages/results.md").read_text())
+    ]
+    assert shown  # a reader may have measured since
+    root = copy_project(tmp_path / "project")
+    images = root / publish.IMAGES
+    shutil.rmtree(images)
+    images.mkdir()
+    for name in ("a-users-own.svg", "an-older-one-tokens.svg"):
+        (images / name).touch()
+    for folder in shown:
+        (root / folder / "summary.txt").unlink()
+    for path in (root / "README.md", *root.glob("docs/pages/*.md")):  # as if nothing had been written
+        text = path.read_text(encoding="utf-8")
+        path.write_text(publish.BLOCK.sub(r"\1\n\3", text), encoding="utf-8")
+    done = subprocess.run([sys.executable, "measure/publish.py", *shown], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for path in (
+        ROOT / "README.md",
+        *ROOT.glob("docs/pages/*.md"),
+        *(ROOT / folder / "summary.txt" for folder in shown),
+    ):
+        assert (root / path.relative_to(ROOT)).read_bytes() == path.read_bytes(), f"{path} is behind: make figures"
+    (images / "a-users-own.svg").unlink()
+    drawn, kept = (
+        {path.name: path.read_bytes() for path in folder.glob("*.svg")} for folder in (images, ROOT / publish.IMAGES)
+    )
+    assert drawn.keys() == kept.keys()
+    if sys.version_info >= (3, 11):  # before it another matplotlib draws
+        assert drawn == kept, "make figures"
+
+
+def test_the_table_of_rungs_has_what_git_a_public_log_and_our_result_say():
+    data, log = next(iter(render.newest().values())), PUBLIC["log"][0]
+    over, ms = {row["name"]: row["over_before"] for row in data["rows"]}, [None]
+    rungs = [rung for rung in RUNGS.values() if rung.part == "rung"]
+    for rung, (number, idea, kind, lines, minutes, public, ours) in zip(rungs, block("ladder"), strict=True):
+        page = ROOT / idea.rpartition("(")[2].rstrip(")")
+        assert number == f"[{rung.number}]({rung.file})" and idea.startswith(f"[{rung.idea}](") and kind == rung.kind
+        assert page.stem == rung.file.removesuffix(".py") and page.is_file()
+        if rung.before:
+            assert lines == "+{} −{}".format(*changed_lines(rung.before, rung.file))
+            ratio = over[rung.file]
+            assert ours == f"{ratio['low']:.2f}–{ratio['high']:.2f}×"
+        if (now := log["ms"].get(rung.file)) is not None:
+            assert public == (f"{ms[-1] / now:.2f}×" if ms[-1] else "")
+            ms.append(now)
+        else:
+            assert public == ""
+        assert 1 <= int(minutes) <= 20
+    assert len(ms) - 1 == len(log["ms"]) == 9
+
+
+def test_reading_takes_a_minute_for_200_words_and_3_seconds_for_a_changed_line(tmp_path, monkeypatch):
+    rung = RUNGS["speedup_09_cosine_lr.py"]
+    page = tmp_path / "docs" / "pages" / "rungs" / "speedup_09_cosine_lr.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("<!-- {{ site.diff() }} -->\n" + "word " * 450)
+    shutil.copy(ROOT / rung.file, tmp_path)
+    assert sum(changed_lines(rung.before, rung.file)) == 15
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    assert publish.minutes(rung) == 3  # 2.25 and 0.75
+    page.write_text("word")
+    assert publish.minutes(rung) == 1
+
+
+def test_the_share_of_a_card_is_that_of_its_data_sheet():
+    page = block("speeds", (ROOT / "docs" / "pages" / "card.md").read_text(encoding="utf-8"))
+    flops = 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024  # per token
+    peaks, shares = (
+        {"T4": 65, "L4": 121, "RTX 4090": 165.2, "RTX 5090": 209.5, "A100": 312, "H100": 989, "H200": 989},
+        0,
+    )
+    for one, (card, speed, size, ms, mfu, ran, source) in zip(PUBLIC["speed"], page, strict=True):
+        assert (card, speed, ran) == (one["card"], f"{one['tokens_per_s']:,}", one["ran"])
+        assert source == (f"[{one['source']}]({one['url']})" if "url" in one else one["source"])
+        assert size == str(one.get("batch_size", ""))
+        if size:
+            assert int(ms) == round(int(size) * 1024 / one["tokens_per_s"] * 1000)
+        peak = peaks.get(card.partition(" SXM")[0].partition(" PCIe 80")[0])
+        assert mfu == (f"{one['tokens_per_s'] * flops / peak / 1e12:.0%}" if peak and one.get("plain", True) else "")
+        shares += bool(mfu)
+    assert shares > 8
+    shown = block("cards")
+    assert [row[0] for row in shown] == list(publish.FIRST)
+    assert all(row[:5] in [line[:5] for line in page] for row in shown)
+
+
+def as_gpu(data):
+    data = copy.deepcopy(data)
+    data["machine"] |= {"device": "cuda", "name": "NVIDIA H200", "cuda": "1"}
+    data["hosts"][0] |= {"device_memory_gib": 16.0, "driver": "1", "cudnn": 91501}
+    data["settings"] |= {"model": "gpt2", "batch_size": 16, "seq_len": 1024}
+    data["roof"] = {"ceilings_tflops": {"float32": 50.0, "tf32": 400.0, "bf16": 700.0}, "copy_gb_per_s": 4000.0}
+    return data
+
+
+def test_a_gpus_result_is_the_first_picture_and_stands_beside_the_floor_of_its_own_roof():
+    data = as_gpu(next(iter(render.newest().values())))
+    texts, figures = publish.parts({"made-up": data} | render.newest())
+    assert "docs/pages/img/made-up-tokens.svg" in texts["picture"] and "made-up-tokens" in figures
+    assert "counts.svg" not in texts["picture"] and "no GPU" not in texts["picture"] and "counts.svg" in texts["counts"]
+    assert (
+        "| NVIDIA H200, gpt2 |" in texts["ladder"].replace(" ×", "") and "A CPU does not predict" not in texts["ladder"]
+    )
+    assert texts["results"].index("## NVIDIA H200, gpt2") < texts["results"].index("## CPU: ")
+    *public, (log, rows, _) = publish.beside({"made-up": data}, PUBLIC["log"], COUNTS)
+    assert len(public) == len(PUBLIC["log"]) and log["about"] == "NVIDIA H200, gpt2"
+    step = COUNTS["gpt2", 16, 1024]["speedup_05_compile.py"]
+    measured = next(row["median_ms"] for row in data["rows"] if row["name"] == "speedup_05_compile.py")
+    least, _ = floor.Card(data["roof"]["ceilings_tflops"], 4000.0).floor_ms(step)
+    assert [row["script"] for row in rows] == [publish.title(script) for script in COUNTS["gpt2", 16, 1024]]
+    assert rows[5]["floor, ms"] == f"{least:,.1f}" and rows[5]["measured / floor"] == f"{measured / least:.2f}"
+
+
+def test_rows_that_failed_and_a_gpu_without_a_roof_are_written_as_they_are():
+    data = as_gpu(next(iter(render.newest().values())))
+    data["roof"] = None
+    row = next(row for row in data["rows"] if row["name"] == "speedup_05_compile.py")
+    for key in ("median_ms", "quartiles_ms", "tokens_per_s", "over_baseline", "over_before"):
+        row[key] = None
+    row["error"] = "out of memory | lower it"
+    texts, _ = publish.parts({"made-up": data})
+    assert "| `speedup_05_compile.py` | out of memory / lower it |" in texts["results"]
+    (cells,) = [line for line in texts["ladder"].splitlines() if line.startswith("| [05]")]
+    assert cells.endswith("| 2.60× |  |") and "None" not in "".join(texts.values())
+
+
+def test_the_speeds_of_rung_10_and_of_the_two_commands_are_the_measured_ones():
+    ours = block("ours", (ROOT / "docs" / "pages" / "card.md").read_text(encoding="utf-8"))
+    for data, cells in zip(render.newest().values(), ours, strict=True):
+        ten = next(row for row in data["rows"] if row["name"] == "speedup_10_fused_adamw.py")
+        assert cells[3:] == [f"{ten['median_ms']:,.1f}", f"{ten['tokens_per_s']:,.0f}", f"{ten['roof_share']:.0%}"]
+    data = next(iter(render.newest().values()))
+    rows = {row["name"]: row for row in data["rows"]}
+    two = next(found[0] for found in publish.BLOCK.finditer(README) if found[2] == "two").replace("\n", " ")
+    ten, base = rows["speedup_10_fused_adamw.py"], rows["baseline.py"]
+    assert f"took {ten['first_step_s']:.0f} s for its first step, which compiles, then {ten['median_ms']:.0f} ms" in two
+    assert f"`baseline.py` took {base['median_ms']:.0f} ms per step" in two
+
+
+def test_an_error_in_a_table_changes_nothing(monkeypatch, tmp_path):
+    root = copy_project(tmp_path / "project")
+
+    def written():
+        return {
+            path: path.read_bytes()
+            for name in PAGES
+            for path in (root / name, *(root / name).rglob("*"))
+            if path.is_file()
+        }
+
+    before = written()
+    (root / "docs" / "pages" / "rungs" / "baseline.md").unlink()
+    done = subprocess.run([sys.executable, "measure/publish.py"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("publish.py: error: ") and "baseline.md" in done.stderr
+    (root / "results" / "empty").mkdir()
+    (root / "results" / "empty" / "ladder.json").write_text("{}")
+    (root / "elsewhere").mkdir()
+    for folder, said in (
+        ("results/empty", "is no measurement"),
+        ("results/nowhere", "No such file"),
+        ("elsewhere", "is not in results/"),
+    ):
+        done = subprocess.run([sys.executable, "measure/publish.py", folder], cwd=root, capture_output=True, text=True)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+        assert done.stderr.startswith("publish.py: error: ") and said in done.stderr
+    del before[root / "docs" / "pages" / "rungs" / "baseline.md"]
+    assert written() == before and len(before) > 20
+
+
+def test_a_comment_that_names_no_part_is_one_clear_error(tmp_path):
+    root = copy_project(tmp_path / "project")
+    page = root / "docs" / "pages" / "card.md"
+    page.write_text(page.read_text(encoding="utf-8").replace("speeds", "speed"), encoding="utf-8")
+    before = page.read_bytes(), (root / "README.md").read_bytes()
+    done = subprocess.run([sys.executable, "measure/publish.py"], cwd=root, capture_output=True, text=True)
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("publish.py: error: docs/pages/card.md: ")
+        and "speed" in done.stderr
+    )
+    assert (page.read_bytes(), (root / "README.md").read_bytes()) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["card", "beyond", "scale", "where", "log", "measuring", "options", "results", "counts"]
+)
+def test_a_page_reads_the_same_on_github(name):
+    """No call, no class, no key: what Markdown does not know."""
+    text = (ROOT / "docs" / "pages" / f"{name}.md").read_text(encoding="utf-8")
+    assert not re.search(
+        r"\{\{|\{%|\{ ?[.#]|\+\+\w|^\?\?\?|^!!!", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    )
