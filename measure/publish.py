@@ -1,4 +1,4 @@
-"""Write what is computed into README.md and docs/pages/:  python measure/pages.py [FOLDER]   (make figures)
+"""Write what is computed into README.md and docs/pages/:  python measure/publish.py [FOLDER]   (make figures)
 
 Each part stands between two comments in the file that shows it. It is computed from ladder.toml, the scripts, measure/
 and results/: of the measurements there, from the folders that are named, else from the newest of each device and model,

@@ -5,6 +5,7 @@ listed in the file with the reason.
 """
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -32,7 +33,6 @@ NOT_RUN = {
     ],
     "it installs packages or asks for them": [
         "uv run speedup_03_bf16.py",  # test_scripts.py runs it
-        "uv run baseline.py",
         "pip install -r requirements.txt",
         "pip install -r requirements-dev.txt",  # make test does
         "pip install -r pretrain/requirements.txt",
@@ -67,7 +67,6 @@ NOT_RUN = {
         "python docs/build_site.py",
         "python measure/measure.py",
         "python measure/publish.py [FOLDER]",
-        "torchrun --standalone --nproc_per_node=2 measure/allreduce.py",
         "torchrun --standalone --nproc_per_node=2 measure/allreduce.py --step-ms 2900",
         "torchrun --standalone --nproc_per_node=2 measure/allreduce.py --model gpt2 --step-ms 2900",
     ],
@@ -109,7 +108,8 @@ REASONS = {command: reason for reason, commands in NOT_RUN.items() for command i
 # What must exist before a command is run: lines of bash. $TRAINED is a folder of checkpoints.
 PARQUET = 'python -c \'import pandas; pandas.DataFrame({{"text": ["To be"] * 99}}).to_parquet("{}")\''
 BEFORE = {
-    r"(sample|export_hf)\.py runs/try": "mkdir runs; cp -r $TRAINED runs/try",
+    r"--data my\.txt": "cp input.txt my.txt",
+    r"sample\.py runs/mine": "mkdir runs; cp -r $TRAINED runs/mine",
     r"sample\.py runs/first|tensorboard --logdir runs/first": "mkdir runs; cp -r $TRAINED runs/first",
     r"(sample|export_hf)\.py runs/gpt2": "mkdir runs; cp -r $TRAINED runs/gpt2",
     r"(sample|export_hf)\.py checkpoints": "cp -r $TRAINED checkpoints",
@@ -213,6 +213,27 @@ def test_a_command_works_as_it_stands(command, clone, trained):
         assert status == 1 and printed.startswith("diff --git "), printed
     else:
         assert status == 0 and not command.startswith("make ladder"), printed
+
+
+def test_three_commands_of_the_readme_lead_from_a_text_to_a_model_that_writes(clone):
+    """One after the other, as a reader types them, but with few steps of few tokens."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = [block for block in re.findall(r"```\n(.*?)```", readme, re.DOTALL) if "my.txt" in block]
+    join, train, sample = block.splitlines()
+    train += " --steps 2 --warmup-steps 1 --batch-size 1 --seq-len 16 --total-batch-size 16"
+    script = "\n".join(["set -e", BEFORE[r"books/\*\.txt"], join, train, f"{sample} --tokens 5 --samples 1"])
+    home = {"HOME": str(clone.parent), "PYTHONPATH": str(ROOT / "tests" / "offline"), "CUDA_VISIBLE_DEVICES": ""}
+    path = f"{clone}/.venv/bin:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=clone,
+        env=os.environ | home | EAGER | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    trained, _, written = done.stdout.rpartition("Once upon a time")
+    assert "step    1 | loss" in trained and len(written) > 1
 
 
 def test_the_page_lists_each_claim_and_its_file():

@@ -15,7 +15,6 @@ from urllib.parse import unquote, urljoin, urlparse
 
 import floor
 import pytest
-import record
 import render
 from conftest import ROOT, RUNGS, copy_project, give_packages
 from ladder import PLAIN_GIT, changed_lines, read_toml, split

@@ -4,6 +4,7 @@ A folder is also run without what it may not read.
 """
 
 import ast
+import itertools
 import re
 import shutil
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, copy_project, save_gpt2
-from ladder import PLAIN_GIT
+from ladder import PLAIN_GIT, read_toml
+from packaging.requirements import Requirement
 
 LADDER = "the ladder"  # the scripts in the root
 MAY_READ = {
@@ -121,6 +123,20 @@ def test_every_folder_says_in_a_screen_what_it_is_for(tracked):
         named = "\n".join(lines)
         missing = [file for file in programs if Path(file).name not in named and not file.startswith("tests/test_")]
         assert not missing, f"{folder}/README.md does not name {missing}"
+
+
+def test_uv_and_pip_take_the_versions_that_the_tests_run_with():
+    """Each pinned version is in pyproject.toml's range, and torch is pinned there, too."""
+    project = read_toml("pyproject.toml")
+    ranges = [*project["project"]["dependencies"], *itertools.chain(*project["dependency-groups"].values())]
+    files = ROOT / "requirements.txt", ROOT / "requirements-dev.txt", ROOT / "pretrain" / "requirements.txt"
+    lines = [line for file in files for line in file.read_text().splitlines() if "==" in line.partition("#")[0]]
+    pins = [Requirement(line) for line in lines]
+    for needed in map(Requirement, ranges):
+        versions = [next(iter(pin.specifier)).version for pin in pins if pin.name == needed.name]
+        assert versions and all(needed.specifier.contains(version) for version in versions), needed
+    assert project["tool"]["uv"]["constraint-dependencies"] == [str(pin) for pin in pins if pin.name == "torch"]
+    assert {pin.name for pin in pins} == {needed.name for needed in map(Requirement, ranges)}
 
 
 def test_no_file_is_a_symbolic_link(tracked):

@@ -145,7 +145,7 @@ def as_gpu(data):
 def test_a_gpus_result_is_the_first_picture_and_stands_beside_the_floor_of_its_own_roof():
     data = as_gpu(next(iter(render.newest().values())))
     texts, figures = publish.parts({"made-up": data} | render.newest())
-    assert "docs/pages/img/made-up-tokens.svg" in texts["picture"] and "made-up-tokens" in figures
+    assert "pages/img/made-up-tokens.svg)" in texts["picture"] and "made-up-tokens" in figures
     assert "counts.svg" not in texts["picture"] and "no GPU" not in texts["picture"] and "counts.svg" in texts["counts"]
     assert (
         "| NVIDIA H200, gpt2 |" in texts["ladder"].replace(" ×", "") and "A CPU does not predict" not in texts["ladder"]

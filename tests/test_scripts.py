@@ -5,12 +5,16 @@ On one rank, on two, and a second time with the same result.
 
 import functools
 import math
+import os
 import re
 import shutil
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import BF16_CPU, EAGER, FP16, LONG, ROOT, SCRIPTS, STEP, SUMMARY, clips, play, since
 
 PARAMETERS = {"baseline.py": 13_790_208} | dict.fromkeys(since(1, 7), 7_357_312) | dict.fromkeys(since(7), 7_363_328)
@@ -54,6 +58,22 @@ def alone(run, *words, **environment):
     done = run(*words, **environment)
     assert (done.returncode, done.stderr, done.left_behind) == (0, "", []), done.stderr
     return done.stdout
+
+
+@pytest.mark.slow
+def test_uv_runs_a_script_where_nothing_is_installed(tmp_path):
+    """With the versions that the tests run with, and no package that only tests, tools or the site need."""
+    for name in ("pyproject.toml", "input.txt", SCRIPTS[3]):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "tokenizer", tmp_path / "tokenizer")
+    env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV" and not name.startswith("UV_PR")}
+    env |= {"UV_FIND_LINKS": os.environ["PIP_FIND_LINKS"]} if "PIP_FIND_LINKS" in os.environ else {}
+    words = [sys.executable, "-m", "uv", "run", SCRIPTS[3], "--device", "cpu", "--model", "nano", "--steps", "2"]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and SUMMARY.search(done.stdout), done.stderr
+    assert f"| torch {torch.__version__.partition('+')[0]}" in done.stdout
+    (packages,) = (tmp_path / ".venv").glob("lib/*/site-packages")
+    assert (packages / "tiktoken").is_dir() and not any((packages / name).exists() for name in ("pytest", "matplotlib"))
 
 
 @pytest.mark.slow
