@@ -25,9 +25,13 @@ def title(script):
     return Path(script).stem.removeprefix("speedup_").replace("_", " ")
 
 
-def table(rows, left=1):
-    """A table in Markdown: a dict for each row, heading -> cell. The first columns are aligned left."""
-    lines = [list(rows[0]), ["---" if place < left else "---:" for place in range(len(rows[0]))]]
+def table(rows):
+    """A table in Markdown: a dict for each row, heading -> cell. Columns of numbers are aligned right."""
+    numbers = [
+        all(re.fullmatch("[0-9.,%×+−–/ ]*", cell) for cell in cells)
+        for cells in zip(*map(dict.values, rows), strict=True)
+    ]
+    lines = [list(rows[0]), ["---:" if right else "---" for right in numbers]]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [*lines, *(row.values() for row in rows)])
 
 
@@ -168,14 +172,15 @@ def printed(data):
 def parts(measured):
     """What stands between the comments: name -> Markdown. And the figures: name -> figure."""
     public, counts = read_toml("results/public.toml"), floor.read_counts()
-    logs, first = public["log"], counts[render.COUNTED]
+    logs = public["log"]
+    steps = counts["gpt2", logs[0]["batch_size"], logs[0]["seq_len"]]
     name, data = next(iter(measured.items()))
     pairs = [(one, row_of(one, "baseline.py"), row_of(one, TEN)) for one in measured.values()]
     if not (pairs := [pair for pair in pairs if all(row and row["median_ms"] for row in pair[1:])]):
         raise ValueError("results/ holds no finished measurement of baseline.py and of rung 10: make ladder")
     figures = {f"{name}-{kind}": figure for kind, figure in render.figures(data).items()}
-    figures |= {"counts": render.three_counts(first, logs[0])}
-    figures |= {"counts-narrow": render.three_counts(first, logs[0], wide=False)}
+    figures |= {"counts": render.three_counts(steps, logs[0])}
+    figures |= {"counts-narrow": render.three_counts(steps, logs[0], wide=False)}
     texts = {
         "picture": render.part(
             "picture.md", folder="docs/pages/", logs=logs, speeds=public["speed"], result=name, data=data

@@ -183,7 +183,7 @@ def curves(axes, rows, over):
 
 
 def three_counts(steps, log, wide=True):
-    """Bars: in grey the ms per step of a public log, then the three counts of each of {script: step}, by group.
+    """Bars: in grey the ms per step of a public log, then, at its B, the counts of each of {script: step}, by group.
 
     Four plots in a row, or for a narrow screen two above two.
     """
@@ -192,7 +192,7 @@ def three_counts(steps, log, wide=True):
     names = [script.removeprefix("speedup_").removesuffix(".py").replace("_", " ") for script in steps]
     plots = ("ms per step", 1, ",.0f"), ("TFLOP", 1e12, ".2f"), ("GB moved", 1e9, ".0f"), ("kernels", 1, ",.0f")
     for place, (what, unit, form) in enumerate(plots):
-        whose = f"counted here, B {COUNTED[1]}" if place else f"{log['card']}, B {log['batch_size']}, by others"
+        whose = f"counted here, B {log['batch_size']}" if place else f"{log['card']}, B {log['batch_size']}, by others"
         axes, left = figure.add_subplot(rows, columns, place + 1), np.zeros(len(names))
         axes.set_title(f"{what}\n{whose}", fontsize=10)
         if place:
@@ -203,7 +203,7 @@ def three_counts(steps, log, wide=True):
         else:
             left = np.array([log["ms"].get(script, 0) for script in steps])
             shown = axes.barh(names, left, color=GROUPS["idle"], height=0.7)
-        axes.bar_label(shown, [format(count, form) if count else "not run" for count in left], padding=4)
+        axes.bar_label(shown, [format(count, form) if count else "not in the log" for count in left], padding=4)
         axes.set(xlim=(0, 1.45 * left.max()), xticks=[])
         axes.tick_params(labelleft=place % columns == 0)
         axes.invert_yaxis()

@@ -272,14 +272,14 @@ def test_the_picture_has_the_three_counts_of_every_rung_and_apart_from_them_what
     for wide in (True, False):
         figure = render.three_counts(steps, log, wide)
         shown = [[text.get_text() for text in axes.texts] for axes in figure.axes]
-        assert shown[0] == ["237" if script == "speedup_02_tf32.py" else "not run" for script in steps]
+        assert shown[0] == ["237" if script == "speedup_02_tf32.py" else "not in the log" for script in steps]
         assert shown[2] == [f"{floor.totals(step)[1] / 1e9:.0f}" for step in steps.values()]
         assert shown[3] == [row["kernels"] for row in floor.cells(steps)]
         ends = [sum(bars[rung].get_width() for bars in figure.axes[3].containers) for rung in range(len(steps))]
         assert ends == [floor.totals(step)[2] for step in steps.values()]
         assert [axes.get_title("left").partition("\n")[2] for axes in figure.axes] == [
             "A100, B 8, by others",
-            *["counted here, B 4"] * 3,
+            *["counted here, B 8"] * 3,
         ]
 
 
