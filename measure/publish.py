@@ -67,10 +67,10 @@ def ladder(data, log, counts):
                     "rung": f"[{rung.number}]({rung.file})",
                     "idea": f"[{rung.idea}](docs/pages/rungs/{Path(rung.file).stem}.md)",
                     "kind": rung.kind,
-                    "lines": f"+{added} −{removed}" if rung.before else "",
-                    "minutes": f"{minutes(rung)}",
                     f"{log['card']}, not ours": public.get(rung.file, ""),
                     f"{device}, {data['settings']['model']}": f"{gain['low']:.2f}–{gain['high']:.2f}×" if gain else "",
+                    "lines": f"+{added} −{removed}" if rung.before else "",
+                    "minutes": f"{minutes(rung)}",
                 }
             )
     return rows

@@ -236,7 +236,7 @@ def test_a_new_idea_takes_a_file_and_a_row(tmp_path, verdict):
     subprocess.run([sys.executable, "measure/publish.py"], cwd=root, check=True, capture_output=True)
     readme = (root / "README.md").read_text(encoding="utf-8")
     idea = "[a trial](docs/pages/rungs/speedup_11_trial.md)"
-    assert f"| [11](speedup_11_trial.py) | {idea} | speed | +1 −1 | 1 |  |  |" in readme
+    assert f"| [11](speedup_11_trial.py) | {idea} | speed |  |  | +1 −1 | 1 |" in readme
 
     def proofs(which):
         return verdict(root, root / "tests" / "test_ladder.py", root / "tests" / "test_training.py", "-k", which)

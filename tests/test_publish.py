@@ -81,7 +81,7 @@ def test_the_table_of_rungs_has_what_git_a_public_log_and_our_result_say():
     data, log = next(iter(render.newest().values())), PUBLIC["log"][0]
     over, ms = {row["name"]: row["over_before"] for row in data["rows"]}, [None]
     rungs = [rung for rung in RUNGS.values() if rung.part == "rung"]
-    for rung, (number, idea, kind, lines, minutes, public, ours) in zip(rungs, block("ladder"), strict=True):
+    for rung, (number, idea, kind, public, ours, lines, minutes) in zip(rungs, block("ladder"), strict=True):
         page = ROOT / idea.rpartition("(")[2].rstrip(")")
         assert number == f"[{rung.number}]({rung.file})" and idea.startswith(f"[{rung.idea}](") and kind == rung.kind
         assert page.stem == rung.file.removesuffix(".py") and page.is_file()
@@ -170,7 +170,7 @@ def test_rows_that_failed_and_a_gpu_without_a_roof_are_written_as_they_are():
     texts, _ = publish.parts({"made-up": data})
     assert "| `speedup_05_compile.py` | out of memory / lower it |" in texts["results"]
     (cells,) = [line for line in texts["ladder"].splitlines() if line.startswith("| [05]")]
-    assert cells.endswith("| 2.60× |  |") and "None" not in "".join(texts.values())
+    assert "| speed | 2.60× |  | +5 −0 |" in cells and "None" not in "".join(texts.values())
 
 
 def test_the_speeds_of_rung_10_and_of_the_two_commands_are_the_measured_ones():
