@@ -367,9 +367,12 @@ class Site:
             name = path.relative_to(pages).as_posix()
             if f'"{name}"' not in config:  # which has a line for each rung
                 raise ValueError(f"docs/pages/{name} is of no rung, and has no line in nav in docs/zensical.toml")
-            path.write_text(
-                with_figures(self.pages.get_template(f"pages/{name}").render(rung=rungs.get(name))), encoding="utf-8"
-            )
+            if re.search(r"(?<!<!-- )\{\{", path.read_text(encoding="utf-8")):
+                raise ValueError(
+                    f"docs/pages/{name}: write a call as <!-- {{{{ ... }}}} -->, which GitHub does not show"
+                )
+            text = self.pages.get_template(f"pages/{name}").render(rung=rungs.get(name))
+            path.write_text(with_figures(text), encoding="utf-8")
         (pages / "compare").mkdir()
         for before, after in combinations(self.rungs, 2):
             text = self.part("compare.html", before=before.file, after=after.file)

@@ -412,7 +412,8 @@ def test_a_mistake_in_a_page_is_one_line_and_leaves_the_site_that_was_there(tmp_
     for path, wrong, error in (
         (mistakes, stale, "has not got its lines once"),
         (mistakes, harmless, "no causal mask has no harm"),
-        (page, f"{text}\n{{{{ site.nothing }}}}", "nothing"),
+        (page, f"{text}\n<!-- {{{{ site.nothing }}}} -->", "nothing"),
+        (page, f"{text}\n{{{{ site.rungs }}}}", "baseline.md: write a call as <!-- {{"),
         (page, f"{text}\n[a link](nowhere.md)", "nowhere"),
         (page, None, "baseline.md is missing"),
         (page.with_name("speedup_11_new.md"), "# New\n", "speedup_11_new.md is of no rung, and has no line in nav"),
