@@ -1,7 +1,7 @@
 """Build the site from the scripts, ladder.toml, results/ and docs/:  python docs/build_site.py   (make docs)
 
-docs/pages/ is Markdown written by hand, in which {{ ... }} (Jinja) stands for what this file computes, by the templates
-in docs/parts/. Zensical makes pages of it in docs/site/, which opens from a folder on disk or a server.
+docs/pages/ is Markdown written by hand, in which <!-- {{ ... }} --> (Jinja) stands for what this file computes, by the
+templates in docs/parts/. Zensical makes pages of it in docs/site/, which opens from a folder on disk or a server.
 """
 
 import difflib

@@ -15,7 +15,8 @@ from commands import TEN
 from ladder import changed_lines, read_ladder, read_toml
 from record import ROOT, read
 
-BLOCK = re.compile(r"(<!-- (\w+), written by `make figures` -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+OPENS = r"<!-- (\w+), written by `make figures` -->\n"
+BLOCK = re.compile(rf"({OPENS}).*?(<!-- end of \2 -->)", re.DOTALL)
 IMAGES = Path("docs", "pages", "img")
 FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"  # the cards that the README lists
 
@@ -38,6 +39,13 @@ def table(rows):
 def row_of(data, script):
     """What was measured of a script, or None."""
     return next((row for row in data["rows"] if row["name"] == script), None)
+
+
+def over(ratio):
+    """1.03–1.15×: the lowest and the highest of the passes, or the one that there is."""
+    if not ratio:
+        return ""
+    return f"{ratio['median']:.2f}×" if ratio["low"] == ratio["high"] else f"{ratio['low']:.2f}–{ratio['high']:.2f}×"
 
 
 def minutes(rung):
@@ -68,7 +76,7 @@ def ladder(data, log, counts):
                     "idea": f"[{rung.idea}](docs/pages/rungs/{Path(rung.file).stem}.md)",
                     "kind": rung.kind,
                     f"{log['card']}, not ours": public.get(rung.file, ""),
-                    f"{device}, {data['settings']['model']}": f"{gain['low']:.2f}–{gain['high']:.2f}×" if gain else "",
+                    f"{device}, {data['settings']['model']}": over(gain),
                     "lines": f"+{added} −{removed}" if rung.before else "",
                     "minutes": f"{minutes(rung)}",
                 }
@@ -124,8 +132,8 @@ def beside(measured, logs, counts):
     for data in measured.values():
         about = {key: data["settings"][key] for key in ("model", "batch_size", "seq_len")}
         steps = counts.get(tuple(about.values()), {})
-        if data["machine"]["device"] != "cpu" and data["roof"] and steps:
-            done = {row["name"]: row["median_ms"] for row in data["rows"] if row["median_ms"]}
+        done = {row["name"]: row["median_ms"] for row in data["rows"] if row["median_ms"]}
+        if data["machine"]["device"] != "cpu" and data["roof"] and steps.keys() & done.keys():
             about |= {
                 "about": render.label(data),
                 "url": "",
@@ -161,6 +169,17 @@ def ours(measured):
     return rows
 
 
+def two(measured):
+    """Rows of baseline.py and of rung 10, where `make run` would time the same: with the defaults of the device."""
+    for data in measured.values():
+        defaults = ("nano", 4, 128) if data["machine"]["device"] == "cpu" else ("gpt2", 4, 1024)
+        rows = [row_of(data, script) for script in ("baseline.py", TEN)]
+        here = tuple(data["settings"][key] for key in ("model", "batch_size", "seq_len"))
+        if here == defaults and all(row and row["median_ms"] for row in rows):
+            return {"data": data, "base": rows[0], "ten": rows[1]}
+    return {"data": None}
+
+
 def printed(data):
     """The first and last lines that baseline.py printed in a measurement."""
     run, settings = render.good(row_of(data, "baseline.py"))[0], data["settings"]
@@ -175,18 +194,17 @@ def parts(measured):
     logs = public["log"]
     steps = counts["gpt2", logs[0]["batch_size"], logs[0]["seq_len"]]
     name, data = next(iter(measured.items()))
-    pairs = [(one, row_of(one, "baseline.py"), row_of(one, TEN)) for one in measured.values()]
-    if not (pairs := [pair for pair in pairs if all(row and row["median_ms"] for row in pair[1:])]):
-        raise ValueError("results/ holds no finished measurement of baseline.py and of rung 10: make ladder")
+    if not (whole := [one for one in measured.values() if (row_of(one, "baseline.py") or {}).get("median_ms")]):
+        raise ValueError("results/ holds no finished measurement of baseline.py: make ladder")
     figures = {f"{name}-{kind}": figure for kind, figure in render.figures(data).items()}
     figures |= {"counts": render.three_counts(steps, logs[0])}
     figures |= {"counts-narrow": render.three_counts(steps, logs[0], wide=False)}
     texts = {
         "picture": render.part(
-            "picture.md", folder="docs/pages/", logs=logs, speeds=public["speed"], result=name, data=data
+            "picture.md", folder="docs/pages/", logs=logs, speeds=public["speed"], result=name, data=data, drawn=figures
         ),
-        "counts": render.part("picture.md", folder="", logs=logs, data=None),
-        "two": render.part("two.md", **dict(zip(("data", "base", "ten"), pairs[0], strict=True))),
+        "counts": render.part("picture.md", folder="", logs=logs, data=None, drawn=figures),
+        "two": render.part("two.md", **two(measured)),
         "ladder": render.part("ladder.md", table=table, rows=ladder(data, logs[0], counts), log=logs[0], data=data),
         "cards": table(speeds(public["speed"], counts, FIRST)),
         "speeds": table(speeds(public["speed"], counts)),
@@ -194,8 +212,8 @@ def parts(measured):
         "counted": table(counted(counts)) + f"\n\nCounted with torch {floor.counted_with()}.",
         "floors": table(floors(counts["gpt2", 16, 1024])),
         "beside": render.part("beside.md", logs=list(beside(measured, logs, counts)), table=table),
-        "results": render.part("results.md", results=measured, figures=figures, ALT=render.ALT),
-        "log": printed(pairs[0][0]),
+        "results": render.part("results.md", results=measured, drawn=figures, ALT=render.ALT),
+        "log": printed(whole[0]),
     }
     return texts, figures
 
@@ -203,8 +221,11 @@ def parts(measured):
 def with_parts(path, texts):
     """A file's text with each of its parts as it is now. Raises ValueError for one that there is not."""
     text = path.read_text(encoding="utf-8")
-    if unknown := {found[2] for found in BLOCK.finditer(text)} - texts.keys():
+    named, whole = re.findall(OPENS, text), [found[2] for found in BLOCK.finditer(text)]
+    if unknown := set(named) - texts.keys():
         raise ValueError(f"{path.relative_to(ROOT)}: there is no part {min(unknown)}, only {', '.join(texts)}")
+    if named != whole:
+        raise ValueError(f"{path.relative_to(ROOT)}: a part has no end: {', '.join(set(named) - set(whole))}")
     return BLOCK.sub(lambda found: f"{found[1]}\n{texts[found[2]].strip()}\n\n{found[3]}", text)
 
 
@@ -220,15 +241,14 @@ def main():
         if not measured:
             raise ValueError("results/ holds no finished measurement: make ladder")
         texts, figures = parts(measured)
-        written = {path: with_parts(path, texts) for path in (ROOT / "README.md", *ROOT.glob("docs/pages/*.md"))}
-        for path, text in written.items():
-            path.write_text(text, encoding="utf-8")
-        for stale in (path for kind in render.ALT for path in (ROOT / IMAGES).glob(f"*-{kind}.svg")):
+        written = {path: with_parts(path, texts) for path in (ROOT / "README.md", *ROOT.glob("docs/pages/**/*.md"))}
+        written |= {ROOT / IMAGES / f"{name}.svg": render.svg_file(figure) for name, figure in figures.items()}
+        written |= {ROOT / "results" / name / "summary.txt": render.summary(data) for name, data in measured.items()}
+        for stale in {path for kind in render.ALT for path in (ROOT / IMAGES).glob(f"*-{kind}.svg")} - written.keys():
             stale.unlink()
-        render.draw(figures, ROOT / IMAGES)
-        for name, data in measured.items():  # the pages name their tables
-            (ROOT / "results" / name / "summary.txt").write_text(render.summary(data), encoding="utf-8")
-            print(render.summary(data))
+        for path, text in written.items():
+            path.write_text(text, encoding="utf-8", newline="\n")
+        print(*map(render.summary, measured.values()), sep="\n")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
 

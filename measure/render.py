@@ -1,4 +1,4 @@
-"""From measurements to tables and plots, for `make ladder`, pages.py and the site."""
+"""From measurements to tables and plots, for `make ladder`, publish.py and the site."""
 
 import io
 from itertools import groupby
@@ -245,17 +245,17 @@ def svg(figure):
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
 
 
-def write_svg(figure, path):
-    """A figure as an SVG file that is dark where the reader's browser is."""
+def svg_file(figure):
+    """A figure as the text of an SVG file that is dark where the reader's browser is."""
     dark = (PARTS / "dark.css").read_text(encoding="utf-8").strip()
-    path.write_text(svg(figure).replace("</svg>", f"<style>{dark}</style></svg>"), encoding="utf-8")
+    return svg(figure).replace("</svg>", f"<style>{dark}</style></svg>")
 
 
-def draw(made, folder, prefix=""):
+def draw(made, folder):
     """Write figures() into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in made.items():
-        write_svg(figure, folder / f"{prefix}{name}.svg")
+        (folder / f"{name}.svg").write_text(svg_file(figure), encoding="utf-8", newline="\n")
 
 
 def write(folder):
@@ -268,13 +268,14 @@ def write(folder):
 
 
 def newest():
-    """Folder's name -> the newest finished measurement of each device and model: GPUs first, then by date."""
+    """Folder's name -> the newest finished measurement of each device and model: GPT-2 on GPUs, GPUs, then by date."""
     found, shown = [], {}
     for path in (ROOT / "results").glob("*/ladder.json"):
         data = read(path)
         if data["finished"] and not data["settings"]["only"]:
-            found.append((data["machine"]["device"] != "cpu", data["finished"], path.parent.name, data))
-    for _, _, name, data in sorted(found, key=lambda one: one[:3], reverse=True):
+            gpu, model = data["machine"]["device"] != "cpu", data["settings"]["model"]
+            found.append((gpu, gpu and model == "gpt2", data["finished"], path.parent.name, data))
+    for *_, name, data in sorted(found, key=lambda one: one[:4], reverse=True):
         shown.setdefault((data["machine"]["name"], data["settings"]["model"]), (name, data))
     return dict(shown.values())
 

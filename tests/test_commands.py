@@ -84,6 +84,7 @@ NOT_RUN = {
         "python measure/attention.py --batch-size 32 --heads 8 --seq-lens 2048 --dtype fp16",
         'make ladder ARGS="--batch-size 16 --peers --profile --batches --budget 30"',
         "make ladder ARGS=--batches",
+        'make ladder ARGS="--batch-size 16 --profile --batches"',
     ],
     "it needs several GPUs": [
         "torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500 --rdzv-id=1 "
