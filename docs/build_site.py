@@ -372,6 +372,7 @@ class Site:
                     f"docs/pages/{name}: write a call as <!-- {{{{ ... }}}} -->, which GitHub does not show"
                 )
             text = self.pages.get_template(f"pages/{name}").render(rung=rungs.get(name))
+            text = re.sub(r"<!-- github -->\n.*?<!-- end of github -->\n", "", text, flags=re.DOTALL)  # only for there
             path.write_text(with_figures(text), encoding="utf-8")
         (pages / "compare").mkdir()
         for before, after in combinations(self.rungs, 2):

@@ -251,11 +251,15 @@ def svg_file(figure):
     return svg(figure).replace("</svg>", f"<style>{dark}</style></svg>")
 
 
+def write_svg(figure, path):
+    path.write_text(svg_file(figure), encoding="utf-8", newline="\n")
+
+
 def draw(made, folder):
     """Write figures() into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in made.items():
-        (folder / f"{name}.svg").write_text(svg_file(figure), encoding="utf-8", newline="\n")
+        write_svg(figure, folder / f"{name}.svg")
 
 
 def write(folder):

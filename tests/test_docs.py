@@ -235,6 +235,10 @@ def test_the_front_page_is_the_readme(soup):
     assert len(page.select("table")) == len(re.findall(r"^\| ---", readme, re.MULTILINE)) == 2
 
 
+def test_no_page_says_what_is_only_for_github(soup):
+    assert not [page for page in [*SIDE_PAGES, *RUNG_PAGES] if "On GitHub this page lacks" in soup(page).text]
+
+
 def test_a_page_has_its_figures_in_it_and_no_two_elements_with_one_id(soup):
     for page in ("index.html", "counts.html", "results.html"):
         ids = [found["id"] for found in soup(page).select("[id]")]
