@@ -223,7 +223,7 @@ def check_findings(page, script, name, data):
 
 
 def test_the_front_page_is_the_readme(soup):
-    """Its text, its links to pages, and its picture twice, for a wide window and a narrow one."""
+    """Its headings, its links to pages, and its picture: twice if there is one for a narrow window."""
     page, readme = soup("index.html").select_one("article"), (ROOT / "README.md").read_text(encoding="utf-8")
     headings = [heading.find(string=True).strip() for heading in page.find_all("h2")]
     assert headings == [*re.findall(r"^## (.+)$", readme, re.MULTILINE), "On this site"]
@@ -231,7 +231,7 @@ def test_the_front_page_is_the_readme(soup):
     for name, anchor in re.findall(r"\]\(docs/pages/([\w/]+)\.md(#[\w-]+)?\)", readme):
         assert f"{name}.html{anchor}" in linked
     pictures = page.select("figure[role=img][aria-label] svg")
-    assert len(pictures) == 2 and all("577.6" in page.text and "578" in picture.text for picture in pictures)
+    assert len(pictures) == (2 if "counts.svg" in readme else 1)  # until there is a result of a GPU
     assert len(page.select("table")) == len(re.findall(r"^\| ---", readme, re.MULTILINE)) == 2
 
 
@@ -513,11 +513,10 @@ def test_a_long_error_does_not_widen_a_page(browser, made_up, width):
 
 
 @browsing
-@pytest.mark.parametrize("page", ["index.html", "counts.html"])
-def test_the_picture_is_the_one_for_the_window(tab, base, page):
+def test_the_picture_is_the_one_for_the_window(tab, base):
     for width, shown in (390, "narrow"), (1440, "wide"):
         tab.set_viewport_size({"width": width, "height": 900})
-        tab.goto(base + page)
+        tab.goto(base + "counts.html")
         assert [figure.get_attribute("class") for figure in tab.locator(".plots figure:visible").all()] == [shown]
         sizes = tab.locator(".plots figure:visible svg text").evaluate_all(
             "texts => texts.map(text => text.getBoundingClientRect().height)"
