@@ -28,6 +28,8 @@ def title(script):
 
 def table(rows):
     """A table in Markdown: a dict for each row, heading -> cell. Columns of numbers are aligned right."""
+    if not rows:
+        return "None yet."
     numbers = [
         all(re.fullmatch("[0-9.,%×+−–/ ]*", cell) for cell in cells)
         for cells in zip(*map(dict.values, rows), strict=True)

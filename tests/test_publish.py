@@ -214,6 +214,7 @@ def test_a_gpu_on_which_no_script_ran_is_no_picture():
             run |= {"error": "out of memory", "times_ms": [], "losses": []}
     texts, figures = publish.parts({"gpu": gpu, "cpu": CPU})
     assert "counts.svg" in texts["picture"] and not [name for name in figures if name.startswith("gpu-")]
+    assert publish.parts({"gpu": gpu, "cpu": CPU | {"rows": CPU["rows"][:1]}})[0]["ours"] == "None yet."
     assert "gpu-" not in texts["results"] and len(list(publish.beside({"gpu": gpu}, PUBLIC["log"], COUNTS))) == 3
 
 
