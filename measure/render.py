@@ -190,11 +190,15 @@ def three_counts(steps, log, wide=True):
     rows, columns = (1, 4) if wide else (2, 2)
     figure, kinds = Figure(figsize=(10.0, 3.5) if wide else (5.0, 7.6)), [kind for kind in GROUPS if kind != "idle"]
     names = [script.removeprefix("speedup_").removesuffix(".py").replace("_", " ") for script in steps]
-    plots = ("ms per step", 1, ",.0f"), ("TFLOP", 1e12, ".2f"), ("GB moved", 1e9, ".0f"), ("kernels", 1, ",.0f")
+    plots = ("ms", 1, ",.0f"), ("TFLOP", 1e12, ".2f"), ("GB moved", 1e9, ".0f"), ("kernels", 1, ",.0f")
     for place, (what, unit, form) in enumerate(plots):
-        whose = f"counted here, B {log['batch_size']}" if place else f"{log['card']}, B {log['batch_size']}, by others"
+        whose = (
+            f"counted here, batch {log['batch_size']}"
+            if place
+            else f"{log['card']}, batch {log['batch_size']}, by others"
+        )
         axes, left = figure.add_subplot(rows, columns, place + 1), np.zeros(len(names))
-        axes.set_title(f"{what}\n{whose}", fontsize=10)
+        axes.set_title(f"{what} per step\n{whose}", fontsize=10)
         if place:
             for kind in kinds:
                 widths = np.array([totals(step, kind)[place - 1] / unit for step in steps.values()])
