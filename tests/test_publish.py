@@ -94,7 +94,7 @@ def test_the_table_of_rungs_has_what_git_a_public_log_and_our_result_say():
         if rung.before:
             assert lines == "+{} −{}".format(*changed_lines(rung.before, rung.file))
             ratio = over.get(rung.file)
-            ends = sorted({f"{ratio['low']:.2f}", f"{ratio['high']:.2f}"}) if ratio else []
+            ends = [f"{end:.2f}" for end in dict.fromkeys((ratio["low"], ratio["high"]))] if ratio else []
             assert ours == ("–".join(ends) + "×" if ends else "")
         if (now := log["ms"].get(rung.file)) is not None:
             assert public == (f"{ms[-1] / now:.2f}×" if ms[-1] else "")
@@ -153,9 +153,7 @@ def test_a_gpus_result_is_the_first_picture_and_stands_beside_the_floor_of_its_o
     texts, figures = publish.parts({"made-up": data} | render.newest())
     assert "pages/img/made-up-tokens.svg)" in texts["picture"] and "made-up-tokens" in figures
     assert "counts.svg" not in texts["picture"] and "no GPU" not in texts["picture"] and "counts.svg" in texts["counts"]
-    assert (
-        "| NVIDIA H200, gpt2 |" in texts["ladder"].replace(" ×", "") and "A CPU does not predict" not in texts["ladder"]
-    )
+    assert "| NVIDIA H200, gpt2 |" in texts["ladder"] and "A CPU does not predict" not in texts["ladder"]
     assert texts["results"].index("## NVIDIA H200, gpt2") < texts["results"].index("## CPU: ")
     *public, (log, rows, _) = publish.beside({"made-up": data}, PUBLIC["log"], COUNTS)
     assert len(public) == len(PUBLIC["log"]) and log["about"] == "NVIDIA H200, gpt2"
@@ -180,9 +178,9 @@ def test_rows_that_failed_and_a_gpu_without_a_roof_are_written_as_they_are():
 
 
 def test_the_speeds_of_rung_10_and_of_the_two_commands_are_the_measured_ones():
-    ours = block("ours")
-    for data, cells in zip(render.newest().values(), ours, strict=True):
-        ten = next(row for row in data["rows"] if row["name"] == "speedup_10_fused_adamw.py")
+    rows = [row for data in render.newest().values() for row in data["rows"]]
+    tens = [row for row in rows if row["name"] == "speedup_10_fused_adamw.py" and row["median_ms"]]
+    for ten, cells in zip(tens, block("ours"), strict=True):
         share = f"{ten['roof_share']:.0%}" if ten["roof_share"] else ""
         assert cells[3:] == [f"{ten['median_ms']:,.1f}", f"{ten['tokens_per_s']:,.0f}", share]
     rows = {row["name"]: row for row in CPU["rows"]}
@@ -218,7 +216,7 @@ def test_a_gpu_on_which_no_script_ran_is_no_picture():
     assert "gpu-" not in texts["results"] and len(list(publish.beside({"gpu": gpu}, PUBLIC["log"], COUNTS))) == 3
 
 
-def test_an_error_in_a_table_changes_nothing(monkeypatch, tmp_path):
+def test_an_error_in_a_table_changes_nothing(tmp_path):
     root = copy_project(tmp_path / "project")
 
     def written():
