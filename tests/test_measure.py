@@ -843,6 +843,7 @@ def test_the_newest_of_each_device_and_model_is_shown_gpus_first(tmp_path, monke
         ("stopped", "cpu", "nano", 4, False),
         ("large", "cpu", "gpt2", 3, True),
         ("gpu", "cuda", "gpt2", 1, True),
+        ("small", "cuda", "nano", 3, True),
         ("part", "cuda", "gpt2", 2, True),
     ):
         data = measurement(made("a.py", [SLOW]))
@@ -851,7 +852,7 @@ def test_the_newest_of_each_device_and_model_is_shown_gpus_first(tmp_path, monke
         data["finished"] = f"2026-01-0{day}T00:00:00+00:00" if finished else None
         (tmp_path / "results" / name).mkdir()
         record.save(tmp_path / "results" / name / "ladder.json", data)
-    assert list(render.newest()) == ["gpu", "large", "new"]
+    assert list(render.newest()) == ["gpu", "small", "large", "new"]
 
 
 def shown(figure):
