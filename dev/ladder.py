@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +24,7 @@ class Rung:
     """A row of ladder.toml, which says what each field is. `before` is None for the foot of the ladder alone."""
 
     file: str
+    title: str
     idea: str
     part: str
     before: str | None = None
@@ -70,6 +72,13 @@ def read_ladder():
         except (KeyError, TypeError, ValueError) as error:  # a field too few, too many, or wrong
             raise ValueError(f"ladder.toml: {row.get('file')}: {error}") from None
     return list(rungs.values())
+
+
+@cache
+def title(script):
+    """What tables, plots and menus call a script: 05 torch.compile, for speedup_05_compile.py."""
+    (rung,) = (rung for rung in read_ladder() if rung.file == script)
+    return f"{rung.number} {rung.title}" if rung.number.isdigit() else rung.title
 
 
 def split(source):

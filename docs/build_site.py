@@ -33,8 +33,8 @@ import floor  # noqa: E402
 import plot  # noqa: E402
 import record  # noqa: E402
 import render  # noqa: E402
-from ladder import PLAIN_GIT, changed_lines, read_ladder, read_toml, split  # noqa: E402
-from publish import row_of, title  # noqa: E402
+from ladder import PLAIN_GIT, changed_lines, read_ladder, read_toml, split, title  # noqa: E402
+from publish import minutes, over, row_of  # noqa: E402
 
 from measure import TEN  # noqa: E402
 
@@ -204,6 +204,27 @@ def with_figures(markdown):
     return PICTURE.sub(figures, markdown)
 
 
+# What is no place for a link is matched first: a block of code, a heading, a summary, another link.
+NAMED = re.compile(
+    r"^ *```.*?^ *```|^#.*?$|<summary>.*?</summary>|\[[^]\n]*\]\([^)]*\)|`(?P<file>(?:\w+/)*[\w-]+\.(?:py|sbatch|toml))`",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def with_files(markdown, name):
+    """A page in which the first mention of a file of the project links to a copy of it in the site's files/."""
+    linked = set()
+
+    def link(found):
+        file = found["file"]
+        if not file or file in linked or not (ROOT / file).is_file():
+            return found[0]
+        linked.add(file)
+        return f'<a href="{"../" * name.count("/")}files/{file}"><code>{file}</code></a>'
+
+    return NAMED.sub(link, markdown)
+
+
 class Site:
     """What the pages call. One method per {{ ... }}."""
 
@@ -254,9 +275,28 @@ class Site:
         return self.part("mistakes.md", mistakes=mistakes)
 
     def readme(self):
-        """The README, which is the front page too: its links to pages, but not those to files that no site has."""
-        text = re.sub(r"\[([^]]+)\]\((?!https?:|docs/pages/)[^)]+\)", r"\1", source("README.md"))
+        """The README, which is the front page too: its links to pages and to scripts, without those to other files."""
+        text = re.sub(r"\]\((\w[\w/]*\.py)\)", r"](files/\1)", source("README.md"))
+        text = re.sub(r"\[([^]]+)\]\((?!https?:|docs/pages/|files/)[^)]+\)", r"\1", text)
         return text.replace("](docs/pages/", "](").replace('"docs/pages/', '"')
+
+    def head(self, rung, predicted=""):
+        """The numbers that a rung's page begins with: what it costs to read, what it should gain, what it gained.
+
+        The gain that results/predictions.toml expects is the middle of its range, over the middle for the rung before.
+        """
+        for one in read_toml("results/predictions.toml")["prediction"]:
+            middles = [sum(one["ms"].get(script, ())) / 2 for script in (rung.before, rung.file)]
+            where = f"{one['device']}, B {one['batch_size']}"
+            if middles[1] and not predicted and not (rung.before and not middles[0]):
+                gain = f"{middles[0] / middles[1]:.2f}×" if rung.before else f"{middles[1]:.0f} ms per step"
+                predicted = f"{gain}, {where}"
+        measured = ""
+        for data in self.results.values():
+            row = row_of(data, rung.file) or {}
+            gain = over(row.get("over_before")) or rung.before is None and f"{row['median_ms']:,.0f} ms per step"
+            measured = measured or gain and f"{gain}, {render.label(data)}"
+        return self.part("head.html", rung=rung, minutes=minutes(rung), predicted=predicted, measured=measured)
 
     def counts(self, rung):
         """FLOPs, bytes and kernels of a step of a rung and of the one before it, and the bytes of what changed."""
@@ -272,7 +312,7 @@ class Site:
             moved = [floor.totals(step, kind)[1] for step in both]
             if max(moved) - min(moved) >= least or len(both) == 1 and moved[0]:
                 rows[f"bytes: {kind}"] = moved, "GB"
-        return self.part("counts.md", rows=rows, names=[title(script) for script in names])
+        return self.part("counts.md", rows=rows, names=["before", "after"][-len(names) :])
 
     def measured_ms(self, script, prediction):
         """The newest median step on the device, model, B and T of a prediction, or None."""
@@ -373,7 +413,11 @@ class Site:
                 )
             text = self.pages.get_template(f"pages/{name}").render(rung=rungs.get(name))
             text = re.sub(r"<!-- github -->\n.*?<!-- end of github -->\n", "", text, flags=re.DOTALL)  # only for there
-            path.write_text(with_figures(text), encoding="utf-8")
+            text = with_figures(with_files(text, name))
+            path.write_text(text, encoding="utf-8")
+            for file in re.findall(r"\bfiles/([\w./-]+\.(?:py|sbatch|toml))\b", text):
+                (pages / "files" / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / file, pages / "files" / file)
         (pages / "compare").mkdir()
         for before, after in combinations(self.rungs, 2):
             text = self.part("compare.html", before=before.file, after=after.file)

@@ -12,18 +12,13 @@ from pathlib import Path
 import floor
 import render
 from commands import TEN
-from ladder import changed_lines, read_ladder, read_toml
+from ladder import changed_lines, read_ladder, read_toml, title
 from record import ROOT, read
 
 OPENS = r"<!-- (\w+), written by `make figures` -->\n"
 BLOCK = re.compile(rf"({OPENS}).*?(<!-- end of \2 -->)", re.DOTALL)
 IMAGES = Path("docs", "pages", "img")
 FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"  # the cards that the README lists
-
-
-def title(script):
-    """05 compile, for speedup_05_compile.py."""
-    return Path(script).stem.removeprefix("speedup_").replace("_", " ")
 
 
 def table(rows):

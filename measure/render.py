@@ -8,6 +8,7 @@ import jinja2
 import matplotlib
 import numpy as np
 from floor import totals
+from ladder import title
 from matplotlib.figure import Figure
 from record import ROOT, read, too_large
 from rich.console import Console
@@ -189,7 +190,7 @@ def three_counts(steps, log, wide=True):
     """
     rows, columns = (1, 4) if wide else (2, 2)
     figure, kinds = Figure(figsize=(10.0, 3.5) if wide else (5.0, 7.6)), [kind for kind in GROUPS if kind != "idle"]
-    names = [script.removeprefix("speedup_").removesuffix(".py").replace("_", " ") for script in steps]
+    names = [title(script) for script in steps]
     plots = ("ms", 1, ",.0f"), ("TFLOP", 1e12, ".2f"), ("GB moved", 1e9, ".0f"), ("kernels", 1, ",.0f")
     for place, (what, unit, form) in enumerate(plots):
         whose = (
@@ -220,11 +221,11 @@ def figures(data):
     rows, made = [row for row in data["rows"] if row["median_ms"]], {}
     if not rows:
         return made
-    title = part("title.txt", **data)
+    heading = part("title.txt", **data)
 
     def axes(name, rows, unit, more=""):
         made[name] = Figure(figsize=(10.0, 1.4 + 0.32 * max(8, len(rows))))
-        return made[name].add_subplot(title=f"{ALT[name]}{more}\n{title}", xlabel=unit)
+        return made[name].add_subplot(title=f"{ALT[name]}{more}\n{heading}", xlabel=unit)
 
     labels = [f"{row['tokens_per_s']:,.0f} · {times(row['over_baseline'])}" for row in rows]
     bars(axes("tokens", rows, "tokens per second", ", and times baseline"), rows, "tokens_per_s", labels)
