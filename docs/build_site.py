@@ -206,7 +206,8 @@ def with_figures(markdown):
 
 # What is no place for a link is matched first: a block of code, a heading, a summary, another link.
 NAMED = re.compile(
-    r"^ *```.*?^ *```|^#.*?$|<summary>.*?</summary>|\[[^]\n]*\]\([^)]*\)|`(?P<file>(?:\w+/)*[\w-]+\.(?:py|sbatch|toml))`",
+    r"^ *```.*?^ *```|^#.*?$|<summary>.*?</summary>|\[[^]\n]*\]\([^)]*\)"
+    r"|`(?P<file>(?:\w+/)*[\w-]+\.(?:py|sbatch|toml))`",
     re.MULTILINE | re.DOTALL,
 )
 

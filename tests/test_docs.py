@@ -122,13 +122,12 @@ def test_words_are_marked_where_a_line_changed(soup):
 def test_a_rungs_page_has_all_that_a_reader_looks_for(soup, script):
     article = soup(docs.page(script)).select_one("article")
     assert article.h1.find(string=True).strip() == docs.title(script)
-    idea = article.select_one("h1 + p").text
+    idea = article.select_one("h1 ~ p").text
     assert len(re.findall(r"\.(?:\s|$)", re.sub(r"1\.0 ", "", idea))) == 2, idea  # two sentences
     headings = [heading.find(string=True).strip() for heading in article.find_all("h2")]
     assert [name in headings for name in ("Predicted and measured", "Run it", "Exercise", "Sources")] == [True] * 4
     (commands,) = [code.text for code in article.select("pre > code") if script in code.text]
     assert re.search(rf"^(python|torchrun .*) {re.escape(script)}", commands, re.MULTILINE)
-    assert f"Kind: {RUNGS[script].kind}" in article.text or not RUNGS[script].kind
     if RUNGS[script].before:
         assert f"In a terminal: make diff-{RUNGS[script].number}." in article.text
     for exercise in (exercises := article.select("details.question")):
@@ -136,10 +135,27 @@ def test_a_rungs_page_has_all_that_a_reader_looks_for(soup, script):
     assert exercises
     assert len(article.select('h2#sources + ul a[href^="https://"]')) >= 2
     article = BeautifulSoup(str(article), "html.parser")  # a copy, to cut what is no prose
-    for part in article.select("h1, .diff, .results, h2#sources + ul, h2#run-it + div, .headerlink"):
+    for part in article.select("h1, .facts, .diff, .results, h2#sources + ul, h2#run-it + div, .headerlink"):
         part.decompose()
     words = len(re.findall(r"[\w,.']*\w", article.text))
     assert 300 <= words <= 600, words
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_rungs_page_begins_with_its_numbers(site, soup, script):
+    """What the rung is for, its changed lines, minutes to read, predicted and measured gain, and a copy of its file."""
+    rung, facts = RUNGS[script], soup(docs.page(script)).select_one("h1 + .facts")
+    shown = {term.text: term.find_next("dd").text for term in facts.select("dt")}
+    assert shown.get("kind", "") == rung.kind
+    if rung.before:
+        added, removed = changed_lines(rung.before, script)
+        assert shown["changed lines"] == f"+{added} −{removed}"
+    assert shown["to read"] == f"{docs.minutes(rung)} minutes"
+    assert re.search(r"\d|below|bf16|n×", shown["predicted"])
+    rows = [docs.row_of(data, script) for data in RESULTS.values()]
+    gains = [docs.over(row["over_before"]) or f"{row['median_ms']:,.0f} ms" for row in rows if row and row["median_ms"]]
+    assert shown["measured"].startswith(gains[0] if gains else "not yet")
+    assert (site / "rungs" / facts.a["href"]).read_bytes() == (ROOT / script).read_bytes()
 
 
 NUMBER = re.compile(r"([\d.,]*\d) ?(bytes|kB|MB|GB/s|GB|GiB|GFLOP|TFLOP/s|TFLOP|ms|s|%)?(?![\w/])")
@@ -176,13 +192,13 @@ def test_wrong_arithmetic_is_seen():
 
 
 @pytest.mark.parametrize("script", list(docs.Site().steps[render.COUNTED]))
-def test_a_rungs_page_opens_with_its_three_counts(soup, script):
+def test_a_rungs_page_shows_its_three_counts_first(soup, script):
     steps, before = docs.Site().steps[render.COUNTED], RUNGS[script].before
     rows = {}
     for row in soup(docs.page(script)).select_one("article table").select("tbody tr"):
         what, *cells = [cell.text for cell in row.select("td")]
         rows[what] = cells
-    for what, form, place in (("FLOPs", "{:.2f} TFLOP", 0), ("bytes moved", "{:.1f} GB", 1), ("kernels", "{}", 2)):
+    for what, form, place in (("FLOPs, TFLOP", "{:.2f}", 0), ("bytes moved, GB", "{:.1f}", 1), ("kernels", "{}", 2)):
         unit = {0: 1e12, 1: 1e9, 2: 1}[place]
         figures = [floor.totals(steps[one])[place] for one in (before, script) if one]
         shown = [form.format(figure / unit if unit > 1 else figure) for figure in figures]
@@ -190,7 +206,7 @@ def test_a_rungs_page_opens_with_its_three_counts(soup, script):
             change = f"{100 * (figures[1] / figures[0] - 1):+.1f}%".replace("-", "−")
             shown.append("same" if figures[0] == figures[1] else change)
         assert rows[what] == shown
-    changed = {row.removeprefix("bytes: ") for row in rows if row.startswith("bytes: ")}
+    changed = {row.removeprefix("bytes: ").removesuffix(", GB") for row in rows if row.startswith("bytes: ")}
     if before:
         moved = {kind: [floor.totals(steps[one], kind)[1] for one in (before, script)] for kind in render.GROUPS}
         least = floor.totals(steps[before])[1] / 100
@@ -489,10 +505,10 @@ def tab(browser, base):
 @from_both
 def test_every_page_loads_and_nothing_overflows(tab, base):
     for page in PAGES if base.startswith("file:") else SHOWN:
-        tab.set_viewport_size({"width": 390, "height": 900})
+        tab.set_viewport_size({"width": 320, "height": 900})
         tab.goto(base + page)
         assert tab.locator("h1").count() == 1
-        for width in (390, 1440) if page in SHOWN else (390,):
+        for width in (320, 390, 1440) if page in SHOWN else (320,):
             tab.set_viewport_size({"width": width, "height": 900})
             assert not tab.evaluate(OVERFLOW), (page, width)
             if page in SHOWN:
@@ -595,7 +611,7 @@ def test_lines_stand_beside_their_partners(tab, base, script):
 @from_both
 def test_a_page_that_one_comes_back_to_shows_what_its_buttons_say(tab, base):
     tab.goto(base + RUNG_PAGES[3])
-    tab.get_by_role("link", name="06 flash attn").first.click()
+    tab.get_by_role("link", name=docs.title(SCRIPTS[6])).first.click()
     tab.locator(".choice[data-choice=result] label").last.click()
     tab.go_back()
     tab.wait_for_url(base + RUNG_PAGES[3])
@@ -604,7 +620,7 @@ def test_a_page_that_one_comes_back_to_shows_what_its_buttons_say(tab, base):
     tab.locator(".choice[data-choice=result] label").first.click()
     assert tab.locator(".result:visible").get_attribute("data-result") == list(RESULTS)[0]
     tab.goto(base + docs.pair_page(SCRIPTS[0], SCRIPTS[10]))
-    tab.locator("select[name=after]").select_option("05 compile")
+    tab.locator("select[name=after]").select_option(docs.title(SCRIPTS[5]))
     tab.get_by_role("button", name="Compare").click()
     tab.wait_for_url(base + docs.pair_page(SCRIPTS[0], SCRIPTS[5]))
     tab.go_back()
@@ -679,20 +695,22 @@ def test_search_finds_a_rung(tab, base, words, script):
 @browsing
 def test_any_two_scripts_can_be_compared(tab, base):
     tab.goto(base + "compare.html")
-    tab.locator("select[name=before]").select_option("10 fused adamw")  # the wrong way round: pages go up the ladder
-    tab.locator("select[name=after]").select_option("baseline")
+    tab.locator("select[name=before]").select_option(
+        docs.title(SCRIPTS[10])
+    )  # the wrong way round: pages go up the ladder
+    tab.locator("select[name=after]").select_option(docs.title(SCRIPTS[0]))
     tab.get_by_role("button", name="Compare").click()
     tab.wait_for_url(base + docs.pair_page("baseline.py", "speedup_10_fused_adamw.py"))
     assert text_of(BeautifulSoup(tab.content(), "html.parser").select_one(".diff")) == git(SCRIPTS[0], SCRIPTS[10])
-    tab.locator("select[name=before]").select_option("fsdp run")
-    tab.locator("select[name=after]").select_option("fsdp run")
+    tab.locator("select[name=before]").select_option(docs.title("branches/fsdp_run.py"))
+    tab.locator("select[name=after]").select_option(docs.title("branches/fsdp_run.py"))
     tab.get_by_role("button", name="Compare").click()
     assert tab.locator("select[name=after]").evaluate("select => select.validationMessage")
-    tab.locator("select[name=after]").select_option("ddp run")
+    tab.locator("select[name=after]").select_option(docs.title("ddp_run.py"))
     tab.get_by_role("button", name="Compare").click()
     tab.wait_for_url(base + docs.pair_page("ddp_run.py", "branches/fsdp_run.py"))
     tab.goto(base + "compare.html")
-    tab.get_by_role("link", name="02 tf32 to 03 bf16").click()
+    tab.get_by_role("link", name="02 TF32 matmuls to 03 bfloat16 autocast").click()
     tab.wait_for_url(base + docs.pair_page("speedup_02_tf32.py", "speedup_03_bf16.py"))
 
 
@@ -705,6 +723,41 @@ def test_paper_is_light(tab, base):
     tab.emulate_media(media="print", color_scheme="dark")
     light = tab.evaluate(colour)
     assert [min(map(int, re.findall(r"\d+", shown)[:3])) > 128 for shown in (dark, light)] == [False, True]
+
+
+@browsing
+def test_a_rung_is_handed_out_on_two_sheets(tab, base):
+    """Printed without its buttons, the docstring's diff and the answer to its exercise."""
+    tab.goto(base + docs.page("speedup_06_flash_attn.py"))
+    sheets = len(re.findall(rb"/Type\s*/Page\b", tab.pdf(format="A4")))
+    tab.emulate_media(media="print")
+    assert sheets == 2 and not tab.locator(".choice:visible, .folded:visible, .question p:visible").count()
+    assert tab.locator(".diff ins:visible, .question summary:visible").count() > 1
+
+
+@browsing
+@from_both
+def test_a_command_is_copied_at_a_click(tab, base):
+    tab.goto(base + docs.page("speedup_06_flash_attn.py"))
+    tab.locator("h2#run-it + div button").click()
+    tab.get_by_text("Copied to clipboard").wait_for()
+
+
+@browsing
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_header_ends_with_the_search_box(tab, base, width):
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.goto(base + "compare.html")
+    box = tab.locator(".md-search__button" if width > 400 else "label[for=__search]").bounding_box()
+    assert width - 24 < box["x"] + box["width"] <= width
+
+
+@browsing
+def test_the_table_of_all_pairs_is_whole_on_a_wide_screen(tab, base):
+    tab.goto(base + "compare.html")
+    assert tab.evaluate(
+        "(({ scrollWidth, clientWidth }) => scrollWidth <= clientWidth)(document.querySelector('.scroll'))"
+    )
 
 
 @browsing
