@@ -41,6 +41,19 @@ from measure import TEN  # noqa: E402
 DOCS, SITE = ROOT / "docs", ROOT / "docs" / "site"
 INK = matplotlib.rcParams["text.color"]
 WORD = re.compile(r"\w+| {4}|.")
+TOPICS = (  # of the mistakes, in the order in which their page lists them
+    "Model and attention",
+    "Initialization and weights",
+    "Data",
+    "Training loop, optimizer and schedule",
+    "Mixed precision",
+    "Compilation and kernels",
+    "Gradient accumulation and distributed training",
+    "Checkpoints and evaluation",
+    "Timing and comparisons",
+    "Peaks, profiles and plots",
+    "Files and messages",
+)
 LATER = "<div>The diff of two scripts</div>"  # stands for the diff until Zensical, which would parse it, is done
 
 
@@ -260,20 +273,22 @@ class Site:
         return self.part("diff.html", before=before, after=after, **read_diff(before, after))
 
     def mistakes(self, kind):
-        """The mistakes of a kind, from dev/mistakes.toml, each with the diff that plants it."""
+        """The mistakes of a kind from dev/mistakes.toml, by topic, each with the diff that plants it."""
         mistakes = read_toml("dev/mistakes.toml")[kind]
         for mistake in mistakes:
             where = f"dev/mistakes.toml: {mistake.get('name', 'a mistake')}"
-            if missing := {"name", "harm", "file", "check", "edits"} - mistake.keys():
-                raise ValueError(f"{where} has no {min(missing)}")
+            if missing := {"name", "harm", "topic", "file", "check", "edits"} - mistake.keys():
+                raise ValueError(f"{where}: it has no {min(missing)}")
+            if mistake["topic"] not in TOPICS:
+                raise ValueError(f"{where}: unknown topic {mistake['topic']}")
             right = wrong = source(mistake["file"])
             for old, new in mistake["edits"]:
                 if wrong.count(old) != 1:
-                    raise ValueError(f"{where}: {mistake['file']} has not got its lines once")
+                    raise ValueError(f"{where}: {mistake['file']} does not contain its lines exactly once")
                 wrong = wrong.replace(old, new)
             diff = list(difflib.unified_diff(right.splitlines(), wrong.splitlines(), n=0, lineterm=""))[2:]
             mistake["diff"] = [line for line in diff if not line.startswith("@@")]
-        return self.part("mistakes.md", mistakes=mistakes)
+        return self.part("mistakes.md", mistakes=sorted(mistakes, key=lambda one: TOPICS.index(one["topic"])))
 
     def readme(self):
         """The README, which is the front page too: its links to pages and to scripts, without those to other files."""

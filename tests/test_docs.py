@@ -293,8 +293,14 @@ def test_every_mistake_is_on_its_page(soup):
     groups = [heading.find(string=True).strip() for heading in page.select("article h2")]
     assert list(kinds) == ["silent", "slow", "unsafe"]
     assert groups == ["Silently wrong", "Slower than it looks", "Unsafe"]
-    mistakes = [(group, mistake) for group, kind in zip(groups, kinds, strict=True) for mistake in kinds[kind]]
+    assert docs.TOPICS[0] == kinds["silent"][0]["topic"]  # rung 01's page relies on it
+    mistakes = [
+        (group, mistake)
+        for group, kind in zip(groups, kinds, strict=True)
+        for mistake in sorted(kinds[kind], key=lambda mistake: docs.TOPICS.index(mistake["topic"]))
+    ]
     for shown, (group, mistake) in zip(page.select("details.quote"), mistakes, strict=True):
+        assert shown.find_previous("h3").find(string=True).strip() == mistake["topic"]
         assert shown.find_previous("h2").find(string=True).strip() == group
         assert shown.summary.text.lower() == f"{mistake['name']}. {mistake['harm']}.".lower()
         assert f"tests/{mistake['check'].replace('{script}', mistake['file'])}" in shown.text
@@ -428,10 +434,10 @@ def test_a_mistake_in_a_page_is_one_line_and_leaves_the_site_that_was_there(tmp_
     mistakes, page = root / "dev" / "mistakes.toml", root / "docs" / "pages" / "rungs" / "baseline.md"
     planted, text = (path.read_text(encoding="utf-8") for path in (mistakes, page))
     stale = planted.replace("edits = [['self.transformer.wte.weight = ", "edits = [['not.there = ", 1)
-    harmless = re.sub('(?<="no causal mask"\n)harm = .*\n', "", planted)
+    harmless = re.sub('(?<="attention has no causal mask"\n)harm = .*\n', "", planted)
     for path, wrong, error in (
-        (mistakes, stale, "has not got its lines once"),
-        (mistakes, harmless, "no causal mask has no harm"),
+        (mistakes, stale, "does not contain its lines exactly once"),
+        (mistakes, harmless, "attention has no causal mask: it has no harm"),
         (page, f"{text}\n<!-- {{{{ site.nothing }}}} -->", "nothing"),
         (page, f"{text}\n{{{{ site.rungs }}}}", "baseline.md: write a call as <!-- {{"),
         (page, f"{text}\n[a link](nowhere.md)", "nowhere"),
