@@ -879,7 +879,7 @@ def test_a_table_says_what_it_takes_to_believe_it():
     said = " ".join(render.conditions(data))
     for words in (
         "NVIDIA H200, 139.8 GiB, driver 580, CUDA 13.0, cuDNN 91501. torch 2.11,",
-        "one pass of 20 steps (of 2 that were asked for): `python measure/measure.py`. Commit 0123456.",
+        "one pass of 20 steps (2 requested): `python measure/measure.py`. Commit 0123456.",
         "Clock: 345 MHz before the first run, 1755 to 1980 MHz under load; power limit 700 W.",
         "Attention: written out (a); cuDNN (b).",
         "The machine was busy before 1 of 2 runs (other processes use the GPU: 1).",

@@ -51,7 +51,7 @@ def test_each_part_is_in_a_file_and_each_comment_has_a_part():
 def test_the_pages_and_their_figures_are_those_of_the_results(tmp_path):
     shown = [
         f"results/{name}"
-        for name in re.findall(r"`results/([^/`]+)/` holds", (ROOT / "docs/pages/results.md").read_text())
+        for name in re.findall(r"`results/([^/`]+)/` contains", (ROOT / "docs/pages/results.md").read_text())
     ]
     assert shown  # a reader may have measured since
     root = copy_project(tmp_path / "project")
