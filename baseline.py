@@ -1,12 +1,12 @@
 """GPT-2 (124M) trained in plain float32: the start of the ladder.
 
-Nothing here is optimized: attention is written out, weights and activations are float32, and AdamW has PyTorch's
-defaults except for the learning rate. Until speedup_01 the output head has a matrix of its own, which makes
-163M parameters. Before training, the loss is near 11: a uniform guess has ln(50257) = 10.82.
+Nothing is optimized yet. Attention is computed step by step, weights and activations are float32, and AdamW has
+PyTorch's defaults except for the learning rate. Until speedup_01, the output head has a separate matrix, which brings
+the model to 163M parameters. Before training, the loss is near 11, because a uniform guess gives ln(50257) = 10.82.
 
-Each speedup_NN_*.py is the file before it plus ONE idea: for speed, for memory, or for what is learned.
+Each speedup_NN_*.py is the previous script plus ONE idea for speed, memory or training quality.
 
-    python baseline.py           trains on input.txt for 50 steps: GPT-2 on a GPU, a nano model on a CPU
+    python baseline.py           trains on input.txt for 50 steps: GPT-2 on a GPU, the small model nano on a CPU
     python baseline.py --help    lists the options
 """
 
@@ -104,7 +104,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

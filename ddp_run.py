@@ -1,12 +1,12 @@
-"""DDP (scale): training on several GPUs, with half a million tokens per step of GPT-2 on 1, 2, 4 or 8 of them.
+"""DDP (scale): training on 1, 2, 4 or 8 GPUs, with half a million tokens per step of GPT-2.
 
-torchrun starts one process per GPU, called a rank, with the whole model in each. So many tokens do not fit on a GPU at
-once: a rank adds up the gradients of several micro-batches of B * T tokens. Then the ranks average theirs, 498 MB for
-124M parameters in float32. DDP sends what is ready while the last backward pass is still running.
+torchrun starts one process per GPU, called a rank, and each rank has the whole model. Half a million tokens do not fit
+on a GPU at once, so a rank adds up the gradients of several micro-batches of B * T tokens. The ranks then average their
+gradients, 498 MB for 124M parameters in float32. DDP overlaps this all-reduce with the last backward pass.
 
 When it does not help: DDP on one GPU, or over a slow link with a small total batch.
 
-    torchrun --standalone --nproc_per_node=2 ddp_run.py    trains on two GPUs; python ddp_run.py on one
+    torchrun --standalone --nproc_per_node=2 ddp_run.py    trains on two GPUs; python ddp_run.py trains on one
     make diff-ddp    shows what this file changes
 """
 
@@ -107,7 +107,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

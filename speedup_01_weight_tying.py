@@ -1,10 +1,10 @@
 """Rung 01, weight tying (memory): the token embedding and the output head share one matrix.
 
-Both hold one vector per token, so one matrix can do both jobs, as in GPT-2 (Press & Wolf 2017). That leaves 124,439,808
-of 163,037,184 parameters and saves 24% of the memory for weights, gradients and AdamW's two moments.
+Both layers store one vector per token, so one matrix can serve both, as in GPT-2 (Press & Wolf 2017). This reduces the
+parameters from 163,037,184 to 124,439,808 and saves 24% of the memory for weights, gradients and AdamW's two moments.
 
-When it does not help: the matmuls stay as large as before, and only the optimizer has less to do. Expect a step to take
-almost as long.
+When it does not help: steps hardly become faster. The matmuls keep their sizes; only the optimizer has fewer weights to
+update.
 
     make diff-01    shows what this file changes
 """
@@ -104,7 +104,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

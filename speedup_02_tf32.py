@@ -1,11 +1,11 @@
-"""Rung 02, TF32 (speed): float32 matmuls run on tensor cores, a GPU's units for small matrix products.
+"""Rung 02, TF32 (speed): float32 matmuls run on tensor cores, the GPU's units for small matrix products.
 
 TF32 keeps float32's 8 exponent bits and rounds its 23 mantissa bits to 10. Only the inputs of a matmul are rounded;
-sums, and everything in memory, stay float32. According to NVIDIA's data sheet, an A100 multiplies 8 times as fast in
-TF32 as in float32 (156 and 19.5 TFLOP/s). A whole step gains less, because much of its time goes to moving data.
+sums and all values in memory stay float32. According to NVIDIA's data sheet, an A100 multiplies 8 times as fast in TF32
+as in float32 (156 and 19.5 TFLOP/s). A whole step gains less, because it spends much of its time moving data.
 
-When it does not help: GeForce RTX 30 and 40 may gain little: according to NVIDIA, their peak is the same in TF32 and in
-float32. On NVIDIA GPUs before compute capability 8.0, on Apple and Intel GPUs, and on CPUs, this rung prints a line and
+When it does not help: GeForce RTX 30 and 40 may gain little, because NVIDIA lists the same peak for TF32 and float32.
+On NVIDIA GPUs before compute capability 8.0, on Apple and Intel GPUs, and on CPUs, this script prints a message and
 uses float32.
 
     make diff-02    shows what this file changes
@@ -106,7 +106,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

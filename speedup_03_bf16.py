@@ -1,13 +1,13 @@
 """Rung 03, bf16 (speed): autocast runs the matmuls in bfloat16.
 
-A bfloat16 is the upper half of a float32. It keeps 7 of the 23 mantissa bits and all 8 exponent bits, so small
-gradients do not become 0 as in float16. Autocast gives each matmul bf16 copies of its inputs; each copy is a kernel of
-its own, until rung 05 fuses most of them. The matmul reads and writes half as many bytes, and tensor cores multiply
-bf16 twice as fast as TF32: 312 and 156 TFLOP/s on an A100, according to its data sheet. Weights, their gradients, the
-residual stream, LayerNorm and the loss stay float32.
+A bfloat16 is the upper half of a float32: it keeps all 8 exponent bits, but only 7 of the 23 mantissa bits. It has the
+range of float32, so small gradients do not become 0 as they can in float16. Autocast gives each matmul bf16 copies of
+its inputs. Each copy is a separate kernel until rung 05 fuses most of them. The matmul then reads and writes half as
+many bytes, and tensor cores multiply bf16 twice as fast as TF32: 312 and 156 TFLOP/s on an A100, according to its data
+sheet. Weights, their gradients, the residual stream, LayerNorm and the loss stay float32.
 
-When it does not help: NVIDIA GPUs before compute capability 8.0 and many CPUs only emulate bf16. This rung uses it on
-newer NVIDIA GPUs and on CPUs with AVX-512; elsewhere it prints a line and computes as rung 02 does.
+When it does not help: NVIDIA GPUs before compute capability 8.0 and many CPUs only emulate bf16. This script uses bf16
+on newer NVIDIA GPUs and on CPUs with AVX-512. On other devices it prints a message and computes like rung 02.
 
     make diff-03    shows what this file changes
 """
@@ -107,7 +107,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

@@ -1,13 +1,12 @@
-"""Rung 04, residual init (quality): projections into the residual stream start smaller.
+"""Rung 04, residual init (quality): layers that write to the residual stream start with smaller weights.
 
-Each block adds to the residual stream twice. The variances of these 2 * n_layer outputs add up, so the deeper the
-model, the larger the stream. GPT-2 divides the initial weights of the layers that write to the stream by
-sqrt(2 * n_layer), so that their sum does not grow with depth (Radford et al. 2019, section 2.3). With 12 layers, these
-weights start with a standard deviation of 0.02 / sqrt(24), about 0.004. On a CPU, nano then starts at a loss of
-10.80 instead of 10.83.
+Each block adds to the residual stream twice. The variances of these 2 * n_layer outputs add up, so a deeper model has a
+larger stream. GPT-2 divides the initial weights of the layers that write to the stream by sqrt(2 * n_layer), which
+keeps the sum from growing with depth (Radford et al. 2019, section 2.3). With 12 layers, these weights start with a
+standard deviation of 0.02 / sqrt(24), about 0.004. On a CPU, nano then starts at a loss of 10.80 instead of 10.83.
 
-When it does not help: it makes no step faster. With --init-from it has no effect, because the loaded weights replace
-the initial ones.
+When it does not help: steps do not become faster. With --init-from, the rung has no effect, because the loaded weights
+replace the initial ones.
 
     make diff-04    shows what this file changes
 """
@@ -110,7 +109,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

@@ -1,13 +1,13 @@
-"""Rung 05, torch.compile (speed): a compiler fuses small operations, so that less data moves through memory.
+"""Rung 05, torch.compile (speed): a compiler fuses small operations to move less data through memory.
 
 Eager PyTorch runs a kernel for each operation, and each kernel reads its input from memory and writes its output back.
-The compiler fuses chains of element-wise operations, so that intermediate values stay on the chip: by count, at B 4 and
-T 1024, a step of GPT-2 moves 40 GB instead of 83 GB (make counts). It also removes most of the Python overhead. It
-compiles the forward and the backward pass; the optimizer still runs eagerly. Compiling needs a C++ compiler for a CPU,
-or a C compiler for an NVIDIA GPU. --compile-mode reduce-overhead records the kernels as a CUDA graph and replays them
-without Python; max-autotune also times several kernels for each matmul.
+The compiler fuses chains of element-wise operations and keeps their intermediate values on the chip. By count
+(make counts), a step of GPT-2 at B 4 and T 1024 moves 40 GB instead of 83 GB. Compiling also removes most of the Python
+overhead. It covers the forward and the backward pass; the optimizer still runs eagerly. It needs a C++ compiler for a
+CPU, or a C compiler for an NVIDIA GPU. --compile-mode reduce-overhead records the kernels as a CUDA graph and replays
+them without Python; max-autotune also times several kernels for each matmul.
 
-When it does not help: in short runs, because step 0 waits for the compiler.
+When it does not help: short runs, because step 0 waits for the compiler.
 
     make diff-05    shows what this file changes
 """
@@ -110,7 +110,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

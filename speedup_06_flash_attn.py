@@ -1,14 +1,14 @@
-"""Rung 06, flash attention (speed): the attention scores never reach the GPU's main memory.
+"""Rung 06, flash attention (speed): the attention scores stay out of the GPU's main memory.
 
-Until now, attention wrote the scores (B, n_head, T, T) to memory and read them back several times. At B 4 and T 1024,
-one bf16 copy of them is 101 MB per layer. The fused kernel (FlashAttention, Dao et al. 2022) holds one tile of the
-scores at a time on the chip. A running maximum and sum per row keep its softmax exact. The function divides by
-sqrt(head_size) itself, and is_causal=True replaces the mask and skips tiles above the diagonal. The backward pass
-computes the scores again, so none are stored, and memory falls as well. The extra arithmetic takes less time than the
-memory traffic that it saves.
+Up to rung 05, attention writes the scores (B, n_head, T, T) to memory and reads them back several times. At B 4 and
+T 1024, one bf16 copy of them is 101 MB per layer. The fused kernel (FlashAttention, Dao et al. 2022) keeps one tile of
+the scores at a time on the chip. A running maximum and sum per row keep its softmax exact. scaled_dot_product_attention
+divides by sqrt(head_size) itself, and is_causal=True replaces the mask and skips tiles above the diagonal. The backward
+pass recomputes the scores instead of storing them, which also lowers peak memory. The recomputation takes less time
+than the memory traffic that it saves.
 
-When it does not help: short sequences. The scores grow with T * T and all other activations with T, so with a small T
-the scores cost little.
+When it does not help: short sequences. The scores grow with T * T and all other activations with T, so at a small T the
+scores cost little.
 
     make diff-06    shows what this file changes
 """
@@ -107,7 +107,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

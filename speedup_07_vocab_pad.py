@@ -1,13 +1,13 @@
 """Rung 07, vocabulary padding (speed): 50304 tokens instead of 50257.
 
 The logits (B * T, vocab_size) come from the model's largest matmul, and matmul kernels are fastest when every row
-starts at a multiple of 16 bytes. A row of 50257 bf16 numbers is 100,514 bytes, not a multiple of 16, which can force a
-slower kernel. Any multiple of 8 numbers would align the rows; 50304, 393 * 128, also fills tiles 128 wide. The 47 extra
-tokens never occur in the text, so the model learns to give them almost no probability. The larger matrix takes more
-random numbers, so most weights start with other values, and the losses differ from those of rung 06.
+starts at a multiple of 16 bytes. A row of 50257 bf16 numbers takes 100,514 bytes, which is not a multiple of 16 and can
+force a slower kernel. Any multiple of 8 would align the rows; 50304 = 393 * 128 also fills tiles that are 128 columns
+wide. The 47 extra tokens do not occur in the text, so the model learns to give them almost no probability. The larger
+matrix draws more random numbers, so most initial weights change and the losses differ from rung 06.
 
-When it does not help: the compiler (rung 05) may pad a matmul itself, and newer versions of cuBLAS lose less at odd
-sizes.
+When it does not help: the compiler (rung 05) may pad a matmul itself, and newer versions of cuBLAS lose less time on
+unaligned rows.
 
     make diff-07    shows what this file changes
 """
@@ -106,7 +106,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

@@ -1,12 +1,13 @@
 """Rung 08, beta2 and clipping (quality): AdamW adapts sooner, and one bad batch does less harm.
 
 Both settings are GPT-3's (Brown et al. 2020, appendix B) and prepare for the larger learning rate of rung 09. AdamW
-divides each step by the root of an average of squared gradients. An average with decay beta2 remembers about
-1 / (1 - beta2) steps: 1000 at PyTorch's default of 0.999, but 20 at 0.95, so it soon follows when gradients change.
-Clipping treats all gradients as one vector and, if its norm exceeds 1.0, scales it down to 1.0, so that no batch can
-dominate AdamW's averages. The script prints the norm before clipping; nano on a CPU exceeds 1.0 in all 50 steps.
+divides each update by the square root of an average of squared gradients. With decay beta2, this average covers about
+1 / (1 - beta2) steps: 1000 at PyTorch's default of 0.999, but only 20 at 0.95. It then adapts sooner when gradients
+change. Clipping treats all gradients as one vector and scales it down to a norm of 1.0 if its norm is larger. This
+limits how much one batch can change AdamW's averages. The script prints the norm before clipping; with nano on a CPU,
+it exceeds 1.0 in all 50 steps.
 
-When it does not help: no step gets faster, and clipping takes two passes over the gradients.
+When it does not help: steps do not become faster, and clipping adds two passes over the gradients.
 
     make diff-08    shows what this file changes
 """
@@ -105,7 +106,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

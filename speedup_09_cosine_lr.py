@@ -1,11 +1,12 @@
 """Rung 09, learning-rate schedule (quality): a linear warm-up, then a cosine decay.
 
-AdamW's averages are noisy while they rest on few gradients, so the learning rate starts low and rises over 10 steps.
-The peak can then be 6e-4, twice the rate before. GPT-3 used that at this size, though with batches of 0.5M tokens, not
-4,096. The cosine lowers it to about a tenth by the last step: smaller steps average out the noise between batches.
+In the first steps, AdamW's averages are noisy because they cover few gradients. The learning rate therefore starts low
+and rises over 10 steps. This allows a peak of 6e-4, twice the rate of rung 08. GPT-3 used this peak at this size, but
+with batches of 0.5M tokens instead of 4,096. The cosine then lowers the rate to about a tenth by the last step. These
+smaller updates average out the noise between batches.
 
-When it does not help: no step gets faster. The cosine stretches over --steps, so step 20 of 50 has a lower rate than
-step 20 of 300.
+When it does not help: steps do not become faster. The cosine spans --steps, so step 20 of 50 has a lower rate than step
+20 of 300.
 
     make diff-09    shows what this file changes
 """
@@ -104,7 +105,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

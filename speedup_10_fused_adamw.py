@@ -1,11 +1,11 @@
 """Rung 10, fused AdamW (speed): one pass over memory updates every weight; the decay groups are for quality.
 
-fused=True is for speed. By default, AdamW on a GPU runs separate kernels for each operation of its formula: 20 memory
-accesses per weight. The fused kernel needs 7: it reads weight, gradient and both averages and writes all but the
-gradient. For 124M float32 weights that is 3.5 GB instead of 10. The groups are for quality. So far, everything decayed
-at PyTorch's default of 0.01. Now matrices decay at 0.1, as in GPT-3; biases and LayerNorm parameters do not decay.
+fused=True is for speed. By default, AdamW on a GPU runs a kernel for each operation of its formula: 20 memory accesses
+per weight. The fused kernel needs 7: it reads weight, gradient and both averages and writes all but the gradient. For
+124M float32 weights, that is 3.5 GB instead of 10 GB. The groups are for quality. Up to rung 09, all parameters decay
+at PyTorch's default of 0.01. Now matrices decay at 0.1, as in GPT-3, but biases and LayerNorm parameters do not.
 
-When it does not help: large batches, where the optimizer is a small share of the step. Decay needs long runs to show.
+When it does not help: large batches make the optimizer a small share of a step. Decay shows only in long runs.
 
     make diff-10    shows what this file changes
 """
@@ -104,7 +104,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

@@ -1,9 +1,10 @@
 """fp16 with a gradient scaler (speed): for GPUs with tensor cores but no bf16, such as the T4 and the V100.
 
-fp16 keeps 10 mantissa bits, three more than bf16, but only 5 exponent bits: nothing above 65504 or below 6e-8, so small
-gradients would become zero in the backward pass. The loss is therefore multiplied by 65536, and the weights' float32
-gradients divided by it. If a gradient overflows, the step is skipped and the factor halved (Micikevicius et al. 2018).
-Clipping comes from rung 08; it is here because it must follow the division.
+fp16 has 10 mantissa bits, three more than bf16, but only 5 exponent bits. Its largest value is 65504 and its smallest
+positive value 6e-8, so small gradients would become zero in the backward pass. The scaler therefore multiplies the loss
+by 65536 and divides the weights' float32 gradients by the same factor. If a gradient overflows, the scaler skips the
+step and halves the factor (Micikevicius et al. 2018). Clipping comes from rung 08 and is included because it must
+follow the division.
 
 When it does not help: GPUs with bf16. Their tensor cores are as fast in bf16, which needs no scaler.
 
@@ -105,7 +106,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

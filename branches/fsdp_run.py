@@ -1,11 +1,11 @@
-"""FSDP2 (scale): for a model whose weights, gradients and optimizer do not all fit on one GPU.
+"""FSDP2 (scale): for a model whose weights, gradients and optimizer state do not all fit on one GPU.
 
-Each rank keeps a shard of everything, 16 bytes per parameter (4 each for weight, gradient and AdamW's two moments)
-divided by the number of ranks, and gathers the weights of a block only to compute with them (ZeRO, Rajbhandari et al.
-2020). Activations are not divided.
+Each rank keeps one shard of the weights, the gradients and AdamW's two moments. At 4 bytes each, that is 16 bytes per
+parameter, divided by the number of ranks. To compute a block, a rank all-gathers the weights of that block (ZeRO,
+Rajbhandari et al. 2020). Activations are not sharded.
 
-When it does not help: if the model fits, DDP sends less. FSDP2 gathers weights and reduces gradients in every
-micro-step, not once per step.
+When it does not help: if the model fits, DDP communicates less. FSDP2 all-gathers weights and reduce-scatters gradients
+in every micro-step; DDP all-reduces gradients once per step.
 
     torchrun --standalone --nproc_per_node=2 branches/fsdp_run.py --model gpt2-xl
     make diff-fsdp    shows what this file changes
@@ -111,7 +111,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

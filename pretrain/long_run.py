@@ -1,10 +1,11 @@
-"""A long run: ddp_run.py, made safe to leave alone, with checkpoints, resume, signals and a log.
+"""A long run: ddp_run.py plus checkpoints, resume, signal handling and a log, to run unattended.
 
-A run that is killed at any moment goes on from its newest checkpoint to the same losses, on a CPU with one rank or two
-to the last digit. A checkpoint holds the step, the place in the text, and three float32 numbers for each of the 124M
-parameters, its weight and AdamW's two moments: 1.5 GB. Signals are answered at the end of a step.
+A run that is killed at any moment resumes from its newest checkpoint with the same losses. On a CPU with one or two
+ranks, they match to the last digit. A checkpoint contains the step, the position in the text, and three float32 numbers
+for each of the 124M parameters (its weight and AdamW's two moments): 1.5 GB. After SIGINT or SIGTERM, a run with
+checkpoints finishes the step, saves and exits.
 
-When it does not help: it makes no step faster; a run of minutes is as easily begun again.
+When it does not help: steps do not become faster, and a run of a few minutes is easy to start again.
 
     torchrun --standalone --nproc_per_node=2 pretrain/long_run.py --steps 5000 --checkpoint-dir runs/a --resume
     make diff-long    shows what this file changes
@@ -110,7 +111,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:

@@ -1,10 +1,11 @@
-"""Pre-training: long_run.py on shards of tokens, with validation, samples and HellaSwag along the way.
+"""Pre-training: long_run.py on shards of tokens, with validation, samples and HellaSwag during training.
 
-Each is a forward pass of one fixed shape, so torch.compile takes it, too: shorter inputs are padded, and no token sees
-a later one. The ranks divide the work. A step that is evaluated is saved first; a run resumed there evaluates it
-again. The defaults are the recipe of GPT-2 124M on 10B tokens.
+Each of these evaluations uses forward passes of one fixed shape, so the compiled model can run it. Shorter inputs are
+padded, which does not change the results, because no token attends to later tokens. The ranks divide the work. The run
+saves a checkpoint before it evaluates a step; a run resumed from it evaluates the step again. The defaults are the
+recipe for GPT-2 124M on 10B tokens.
 
-When it does not help: to measure speed. An evaluation takes time that no printed step shows.
+When it does not help: measuring speed. The printed step times do not include the evaluations.
 
     torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 --checkpoint-dir runs/gpt2 --resume
     make diff-train    shows what this file changes
@@ -112,7 +113,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Map token ids (B, T) to logits (B, T, vocab_size) or, given targets (B, T), to the mean cross-entropy."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:
