@@ -1,12 +1,12 @@
 """GPT-2 (124M) trained in plain float32: the start of the ladder.
 
-Nothing here is optimized: attention is written out, weights and activations are float32, and AdamW has PyTorch's
-defaults except for the learning rate. Until speedup_01 the output head has a matrix of its own, which makes
-163M parameters. Before training, the loss is near 11: a uniform guess has ln(50257) = 10.82.
+Nothing is optimized yet. Attention is computed step by step, weights and activations are float32, and AdamW has
+PyTorch's defaults except for the learning rate. Until speedup_01, the output head has a separate matrix, which brings
+the model to 163M parameters. Before training, the loss is near 11, because a uniform guess gives ln(50257) = 10.82.
 
-Each speedup_NN_*.py is the file before it plus ONE idea: for speed, for memory, or for what is learned.
+Each speedup_NN_*.py is the previous script plus ONE idea for speed, memory or training quality.
 
-    python baseline.py           trains on input.txt for 50 steps: GPT-2 on a GPU, a nano model on a CPU
+    python baseline.py           trains on input.txt for 50 steps: GPT-2 on a GPU, the small model nano on a CPU
     python baseline.py --help    lists the options
 """
 
@@ -28,20 +28,20 @@ import torch.nn.functional as F
 
 @dataclass
 class GPTConfig:
-    block_size: int = 1024  # longest sequence, in tokens
+    block_size: int = 1024  # maximum sequence length, in tokens
     vocab_size: int = 50257  # 256 bytes, 50,000 merges, <|endoftext|>
     n_layer: int = 12
     n_head: int = 12
-    n_embd: int = 768
+    n_embd: int = 768  # C in the shapes below; B is the batch size and T the sequence length
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which no token sees a later one (Vaswani et al. 2017). (B, T, C) -> (B, T, C)."""
+    """Multi-head attention in which no token attends to later tokens (Vaswani et al. 2017). (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value from one matmul
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # one matmul computes query, key and value
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         mask = torch.ones(config.block_size, config.block_size, dtype=torch.bool).tril()
         self.register_buffer("mask", mask, persistent=False)
@@ -57,7 +57,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers around a GELU, in the tanh form that GPT-2 was trained with. (B, T, C) -> (B, T, C)."""
+    """Two linear layers with a GELU between them, in the tanh approximation of GPT-2. (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config):
         super().__init__()
@@ -69,7 +69,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP: each reads a normalized copy of the residual stream and adds to it."""
+    """Attention, then MLP. Each reads a normalized copy of the residual stream and adds its output to the stream."""
 
     def __init__(self, config):
         super().__init__()
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019) without dropout, its parameters named as in the Hugging Face checkpoints."""
+    """GPT-2 (Radford et al. 2019) without dropout, with the parameter names of the Hugging Face checkpoints."""
 
     def __init__(self, config):
         super().__init__()
@@ -104,7 +104,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Token ids (B, T) -> logits (B, T, vocab_size) or, given targets (B, T), the mean cross-entropy in nats."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:
@@ -114,13 +114,13 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """Load GPT-2 in Hugging Face format, from a folder or from the hub. Raises UserError for any other model."""
+        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError for any other model."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
         try:
             from transformers import GPT2LMHeadModel
 
             hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True)
-        except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
+        except Exception as error:  # transformers, safetensors and the hub raise many exception types
             hub = "" if "Repo id" in str(error) else f", and loading from the Hugging Face hub failed: {error}"
             raise UserError(f"{source}: {error if Path(source).exists() else 'no such folder' + hub}") from None
         c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
@@ -128,24 +128,24 @@ class GPT(nn.Module):
         found += c.tie_word_embeddings, c.scale_attn_weights, c.add_cross_attention, c.scale_attn_by_inverse_layer_idx
         if bad_keys or found != (50257, 1024, 4 * c.n_embd, "gelu_new", 1e-5, True, True, False, False):
             raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
-        conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
+        conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
         model.load_state_dict(state)
         return model
 
 
-MODELS = {  # parameters are counted with a tied head (rung 01)
+MODELS = {  # the parameter counts assume a tied output head (rung 01)
     "gpt2": GPTConfig(),  # 124M parameters
     "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 355M
     "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
-    "nano": GPTConfig(n_layer=4, n_head=4, n_embd=128),  # for a CPU
+    "nano": GPTConfig(n_layer=4, n_head=4, n_embd=128),  # small enough for a CPU
 }
 
 
 class DataLoaderLite:
-    """Consecutive batches of a UTF-8 text, over and over. Raises UserError if it does not hold even one batch."""
+    """Consecutive batches of a UTF-8 text, repeated without end. Raises UserError for a text shorter than one batch."""
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
@@ -153,7 +153,7 @@ class DataLoaderLite:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # GPT-2's vocabulary, or tiktoken would download it
+        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # without it, tiktoken downloads GPT-2's vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"there is no {tokenizer}: copy the folder tokenizer/ together with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
@@ -163,7 +163,7 @@ class DataLoaderLite:
             raise UserError(f"{path}: {len(self.tokens)} tokens, but B {self.B} and T {self.T} need {need}")
 
     def next_batch(self):
-        """x and y, int64, (B, T) each, on the CPU. y holds the token that follows each token of x."""
+        """Return x and y, both (B, T) and int64, on the CPU. y contains the token that follows each token of x."""
         if self.position + self.B * self.T + 1 > len(self.tokens):
             self.position = 0
         tokens = torch.from_numpy(self.tokens[self.position : self.position + self.B * self.T + 1].astype(np.int64))
@@ -172,14 +172,14 @@ class DataLoaderLite:
 
 
 def parse_args():
-    """The command line, with the defaults for this machine. A wrong argument ends the script with one line."""
+    """Parse the command line; some defaults depend on the device. A wrong argument ends the script with one line."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # keeps errors short
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
     weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
-    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences, default 4")
+    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences per batch, default 4")
     parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
     parser.add_argument("--steps", type=int, default=50, help="default 50")
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
@@ -201,7 +201,7 @@ def parse_args():
 def main():
     args = parse_args()
     device, B, T = torch.device(args.device), args.batch_size, args.seq_len
-    torch.use_deterministic_algorithms(device.type == "cpu")  # the same seed repeats the losses; slow on a GPU
+    torch.use_deterministic_algorithms(device.type == "cpu")  # makes losses repeatable on a CPU; would be slow on a GPU
 
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
@@ -226,14 +226,14 @@ def main():
             print(f"dt {1000 * times[-1]:8.2f} ms | {B * T / times[-1]:10,.0f} tok/s", flush=True)
             if not math.isfinite(loss.item()):
                 raise UserError(f"the loss is not finite at step {step}")
-    finally:  # also after Ctrl-C
+    finally:  # runs after Ctrl-C as well
         print_summary(times, B * T, device)
 
 
 def print_header(args, model, loader):
     """Print the device, the model, the batch size and the length of the text."""
     if (args.model, args.device) == ("nano", "cpu"):
-        print("nano, 4 layers and 128 wide, is the default model on a CPU; --model gpt2 trains GPT-2")
+        print("nano (4 layers, hidden size 128) is the default model on a CPU; --model gpt2 trains GPT-2")
     module = torch.get_device_module(args.device)
     chip = module.get_device_name(args.device) if hasattr(module, "get_device_name") else platform.machine()
     about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
@@ -243,15 +243,15 @@ def print_header(args, model, loader):
 
 
 def synchronize(device):
-    """Wait for the device. Python only queues a GPU's work; without this, the clock would stop before it is done."""
+    """Wait for the device. Python only queues a GPU's work, so without this wait the timer would stop too early."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def print_summary(times, tokens_per_step, device):
-    """Print the median step, tokens per second and, on a GPU, the most memory that PyTorch allocated."""
+    """Print the median step time, the tokens per second and, for cuda, PyTorch's peak allocated memory."""
     if times:
-        first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation and other warm-up
+        first = 10 if len(times) >= 20 else len(times) // 2  # exclude compilation and other warm-up
         median = float(np.median(times[first:]))
         print(f"median of steps {first}-{len(times) - 1}: {1000 * median:.2f} ms", end=", ")
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
@@ -263,17 +263,17 @@ class UserError(ValueError):
 
 
 def exit_message(error):
-    """What to call sys.exit() with: one line if the user can fix the error, or 1. Raises any other error again."""
+    """Return the argument of sys.exit(): one line if the user can fix the error, 1 after Ctrl-C. Re-raises the rest."""
     text = " ".join(str(error).split())
     no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
-        args = parse_args()  # once more, for B and T
+        args = parse_args()  # parsed again, to get B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed, and Python would try it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # a reader such as head has left, or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # a reader such as head closed the pipe, or Ctrl-C
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

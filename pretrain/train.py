@@ -1,10 +1,11 @@
-"""Pre-training: long_run.py on shards of tokens, with validation, samples and HellaSwag along the way.
+"""Pre-training: long_run.py on shards of tokens, with validation, samples and HellaSwag during training.
 
-Each is a forward pass of one fixed shape, so torch.compile takes it, too: shorter inputs are padded, and no token sees
-a later one. The ranks divide the work. A step that is evaluated is saved first; a run resumed there evaluates it
-again. The defaults are the recipe of GPT-2 124M on 10B tokens.
+Each of these evaluations uses forward passes of one fixed shape, so the compiled model can run it. Shorter inputs are
+padded, which does not change the results, because no token attends to later tokens. The ranks divide the work. The run
+saves a checkpoint before it evaluates a step; a run resumed from it evaluates the step again. The defaults are the
+recipe for GPT-2 124M on 10B tokens.
 
-When it does not help: to measure speed. An evaluation takes time that no printed step shows.
+When it does not help: measuring speed. The printed step times do not include the evaluations.
 
     torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 --checkpoint-dir runs/gpt2 --resume
     make diff-train    shows what this file changes
@@ -36,20 +37,20 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 @dataclass
 class GPTConfig:
-    block_size: int = 1024  # longest sequence, in tokens
-    vocab_size: int = 50304  # 256 bytes, 50,000 merges, <|endoftext|>, and 47 unused, up to a multiple of 128
+    block_size: int = 1024  # maximum sequence length, in tokens
+    vocab_size: int = 50304  # 256 bytes, 50,000 merges, <|endoftext|>, and 47 unused ids to reach a multiple of 128
     n_layer: int = 12
     n_head: int = 12
-    n_embd: int = 768
+    n_embd: int = 768  # C in the shapes below; B is the batch size and T the sequence length
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which no token sees a later one (Vaswani et al. 2017). (B, T, C) -> (B, T, C)."""
+    """Multi-head attention in which no token attends to later tokens (Vaswani et al. 2017). (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value from one matmul
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # one matmul computes query, key and value
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):
@@ -61,7 +62,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers around a GELU, in the tanh form that GPT-2 was trained with. (B, T, C) -> (B, T, C)."""
+    """Two linear layers with a GELU between them, in the tanh approximation of GPT-2. (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config):
         super().__init__()
@@ -73,7 +74,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP: each reads a normalized copy of the residual stream and adds to it."""
+    """Attention, then MLP. Each reads a normalized copy of the residual stream and adds its output to the stream."""
 
     def __init__(self, config):
         super().__init__()
@@ -88,7 +89,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019) without dropout, its parameters named as in the Hugging Face checkpoints."""
+    """GPT-2 (Radford et al. 2019) without dropout, with the parameter names of the Hugging Face checkpoints."""
 
     def __init__(self, config):
         super().__init__()
@@ -99,10 +100,10 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter: both gradients add up in it
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter, which receives the sum of both gradients
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):  # attention's and the MLP's: both end in the residual stream
+            if name.endswith("c_proj.weight"):  # in attention and in the MLP: both write to the residual stream
                 p.data /= math.sqrt(2 * config.n_layer)
 
     def _init_weights(self, module):
@@ -112,7 +113,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Token ids (B, T) -> logits (B, T, vocab_size) or, given targets (B, T), the mean cross-entropy in nats."""
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         for block in self.transformer.h:
@@ -121,7 +122,7 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self):
-        """Fused AdamW. Only matrices (2-D) decay; biases and LayerNorm parameters (1-D) do not. The loop sets lr."""
+        """Return fused AdamW. Matrices (2-D) decay; biases and LayerNorm weights (1-D) do not. The loop sets lr."""
         decay = [p for p in self.parameters() if p.dim() >= 2]
         no_decay = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
@@ -129,13 +130,13 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """Load GPT-2 in Hugging Face format, from a folder or from the hub. Raises UserError for any other model."""
+        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError for any other model."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
         try:
             from transformers import GPT2LMHeadModel
 
             hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True)
-        except Exception as error:  # transformers, safetensors and the hub each raise their own kinds
+        except Exception as error:  # transformers, safetensors and the hub raise many exception types
             hub = "" if "Repo id" in str(error) else f", and loading from the Hugging Face hub failed: {error}"
             raise UserError(f"{source}: {error if Path(source).exists() else 'no such folder' + hub}") from None
         c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
@@ -143,9 +144,9 @@ class GPT(nn.Module):
         found += c.tie_word_embeddings, c.scale_attn_weights, c.add_cross_attention, c.scale_attn_by_inverse_layer_idx
         if bad_keys or found != (50257, 1024, 4 * c.n_embd, "gelu_new", 1e-5, True, True, False, False):
             raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
-        conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out); nn.Linear wants (out, in)
+        conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        wte = state["transformer.wte.weight"]  # the new rows are its mean: zeros would beat GPT-2's negative logits
+        wte = state["transformer.wte.weight"]  # pad with the mean: zero rows give logit 0, above GPT-2's negative ones
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -153,23 +154,23 @@ class GPT(nn.Module):
         return model
 
 
-MODELS = {  # parameters are counted with a tied head (rung 01)
+MODELS = {  # the parameter counts assume a tied output head (rung 01)
     "gpt2": GPTConfig(),  # 124M parameters
     "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 355M
     "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
-    "nano": GPTConfig(n_layer=4, n_head=4, n_embd=128),  # for a CPU
+    "nano": GPTConfig(n_layer=4, n_head=4, n_embd=128),  # small enough for a CPU
 }
 
 
 class DataLoaderLite:
-    """Endless batches of shards (fineweb.py) or of a UTF-8 text. Raises UserError if it is neither, or too short."""
+    """Endless batches of shards (see fineweb.py) or of a UTF-8 text. Raises UserError if it is neither or too short."""
 
     def __init__(self, path, batch_size, seq_len, rank=0, world_size=1, seed=1337):
-        self.rank, self.world_size = rank, world_size  # the ranks take turns: each reads every world_size-th batch
+        self.rank, self.world_size = rank, world_size  # each rank reads every world_size-th batch
         self.B, self.T, self.position = batch_size, seq_len, 0
         self.seed = seed
-        tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # GPT-2's vocabulary, or it is downloaded
+        tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # without it, tiktoken downloads the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"there is no {tokenizer}: copy the folder tokenizer/ together with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
@@ -192,7 +193,7 @@ class DataLoaderLite:
             raise UserError(f"{path}: {len(self.validation)} tokens for validation, T {self.T} needs {self.T + 1}")
 
     def read(self, start, n):
-        """n tokens of an endless stream, from a place in it: in each epoch all shards, in an order of its own. (n,)
+        """Return n tokens (n,) of an endless stream from position `start`. Each epoch shuffles the shards differently.
 
         Raises DataError for a damaged shard.
         """
@@ -206,7 +207,7 @@ class DataLoaderLite:
         return np.concatenate([*pieces, self.read((epoch + 1) * self.size, n)] if n else pieces)
 
     def next_batch(self):
-        """x and y, int64, (B, T) each, on the CPU. y holds the token that follows each token of x."""
+        """Return x and y, both (B, T) and int64, on the CPU. y contains the token that follows each token of x."""
         start = self.position + self.B * self.T * self.rank
         tokens = torch.from_numpy(self.read(start, self.B * self.T + 1).astype(np.int64))
         self.position += self.B * self.T * self.world_size
@@ -214,25 +215,25 @@ class DataLoaderLite:
 
 
 def validate(model, loader, device, limit):
-    """This rank's share of the first `limit` tokens held out: the sum of their cross-entropies, and their number."""
+    """Return the summed cross-entropy and token count of this rank's share of the first `limit` held-out tokens."""
     B, T, total, count = loader.B, loader.T, 0.0, 0
     sequences = min(len(loader.validation) - 1, limit) // T
     for first in range(loader.rank * B, sequences, loader.world_size * B):
         rows = min(B, sequences - first)
         tokens = torch.from_numpy(loader.validation[first * T : (first + rows) * T + 1].astype(np.int64))
-        x, y = torch.zeros((B, T), dtype=torch.int64), torch.full((B, T), -100)  # cross_entropy's ignore_index
+        x, y = torch.zeros((B, T), dtype=torch.int64), torch.full((B, T), -100)  # cross_entropy ignores targets of -100
         x[:rows], y[:rows] = tokens[:-1].view(rows, T), tokens[1:].view(rows, T)
-        loss = model(x.to(device), y.to(device)).item()  # the mean over the targets that count
+        loss = model(x.to(device), y.to(device)).item()  # the mean over the targets that are not -100
         total, count = total + loss * rows * T, count + rows * T
     return total, count
 
 
 def generate(model, prompt, seed, device):
-    """32 tokens after the token ids of a prompt, by top-k sampling with k = 50. -> (T,), the prompt included"""
-    idx = torch.tensor([prompt + [0] * 32])  # (1, T), one shape throughout
+    """Append 32 tokens to the token ids of a prompt by top-k sampling (k = 50). Returns both, (T,)."""
+    idx = torch.tensor([prompt + [0] * 32])  # (1, T), the same shape in every pass
     generator = torch.Generator().manual_seed(seed % 2**64)
     for i in range(len(prompt), idx.size(1)):
-        logits = model(idx.to(device))[0, i - 1, :50257]  # (50257,), no padding; zeros from i on are not seen
+        logits = model(idx.to(device))[0, i - 1, :50257]  # (50257,), without padding; zeros from i on have no effect
         weights, tokens = (t.cpu() for t in logits.float().softmax(dim=-1).topk(50))
         idx[0, i] = tokens[torch.multinomial(weights, 1, generator=generator)]
     return idx[0]
@@ -240,7 +241,7 @@ def generate(model, prompt, seed, device):
 
 @torch.no_grad()
 def evaluate(model, loader, examples, prompt, seed, device, limit):
-    """By all ranks: the validation loss, HellaSwag's acc_norm (None without examples), four samples, the seconds."""
+    """Return validation loss, HellaSwag acc_norm (None without examples), four samples, seconds. All ranks call it."""
     rank, world_size, start = loader.rank, loader.world_size, time.perf_counter()
     sums = validate(model, loader, device, limit)
     right = count_right(model, examples, loader.B * loader.T, device, rank, world_size)[1:]
@@ -256,22 +257,22 @@ def evaluate(model, loader, examples, prompt, seed, device, limit):
 
 
 def get_lr(step, steps, max_lr=6e-4, warmup_steps=715):
-    """The learning rate at a step: linear warm-up, then a cosine (Loshchilov & Hutter 2017) to a tenth at `steps`."""
+    """Return a step's learning rate: linear warm-up, then a cosine (Loshchilov & Hutter 2017) to a tenth at `steps`."""
     if step < warmup_steps:
-        return max_lr * (step + 1) / warmup_steps  # + 1, or step 0 would change nothing
+        return max_lr * (step + 1) / warmup_steps  # + 1, because step 0 with a rate of 0 would change nothing
     progress = (step - warmup_steps) / (steps - warmup_steps)  # from 0 to just under 1
     return max_lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def parse_args():
-    """The command line, with the defaults for this machine. A wrong argument ends the script with one line."""
+    """Parse the command line; some defaults depend on the device. A wrong argument ends the script with one line."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # keeps errors short
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
     weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
-    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences, default 4")
+    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences per batch, default 4")
     parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
     parser.add_argument("--steps", type=int, default=19073, help="default 19073: 10B tokens")
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
@@ -279,22 +280,22 @@ def parse_args():
     parser.add_argument("--data", default=Path(__file__).with_name("fineweb10B"), help="shards or text, fineweb10B")
     parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
     parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
-    parser.add_argument("--save", metavar="FILE", type=Path, help="where to save the final weights, a state dict")
-    parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="where to save checkpoints; default nowhere")
-    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="steps, and at the end; default 250")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="file for the final weights, a state dict")
+    parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="folder for checkpoints; none by default")
+    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="steps, default 250; also at the end")
     parser.add_argument("--keep", metavar="K", type=int, default=2, help="how many checkpoints to keep, default 2")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    parser.add_argument("--log-file", metavar="FILE", help="append a line of JSON per step")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if one exists")
+    parser.add_argument("--log-file", metavar="FILE", help="append one line of JSON per step to this file")
     parser.add_argument("--warmup-steps", metavar="N", type=int, default=715, help="default 715")
-    parser.add_argument("--eval-every", metavar="N", type=int, default=250, help="steps, and at the end; default 250")
-    parser.add_argument("--prompt", default="Hello, I'm a language model,", help="what the samples begin with")
-    parser.add_argument("--hellaswag", metavar="FILE.jsonl", help="or its name on the hub, Rowan/hellaswag")
+    parser.add_argument("--eval-every", metavar="N", type=int, default=250, help="steps, default 250; also at the end")
+    parser.add_argument("--prompt", default="Hello, I'm a language model,", help="the start of every sample")
+    parser.add_argument("--hellaswag", metavar="FILE.jsonl", help="JSONL file, or Rowan/hellaswag from the hub")
     parser.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
     args = parser.parse_args()
-    args.ddp = dist.is_torchelastic_launched()  # by torchrun, which says in the environment which rank this is
+    args.ddp = dist.is_torchelastic_launched()  # by torchrun, which sets the variables below
     args.rank, args.world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if args.ddp else (0, 1)
     if args.ddp and args.device == accelerator and accelerator != "cpu":
-        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"  # each rank has a GPU of its own
+        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"  # each rank uses a separate GPU
     if args.device not in devices:
         found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
         parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
@@ -307,9 +308,9 @@ def parse_args():
         parser.error("--batch-size and --steps must be at least 1, --seq-len 1 to 1024, --seed 0 to 2**64 - 1")
     if min(args.save_every, args.keep, args.eval_every) < 1 or (args.resume and not args.checkpoint_dir):
         parser.error("every number must be at least 1, and --resume needs --checkpoint-dir")
-    micro_step = args.batch_size * args.seq_len * args.world_size  # tokens, of all ranks together
+    micro_step = args.batch_size * args.seq_len * args.world_size  # tokens of all ranks together
     if args.total_batch_size < 1 or args.total_batch_size % micro_step:
-        parser.error(f"--total-batch-size {args.total_batch_size} is no multiple of B * T * ranks = {micro_step}")
+        parser.error(f"--total-batch-size {args.total_batch_size} is not a multiple of B * T * ranks = {micro_step}")
     if args.compile_mode != "default" and args.total_batch_size > micro_step:
         parser.error(f"--compile-mode {args.compile_mode} cannot add up gradients: set --total-batch-size {micro_step}")
     return args
@@ -318,12 +319,12 @@ def parse_args():
 def main():
     args = parse_args()
     ddp, rank, world_size = args.ddp, args.rank, args.world_size
-    sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w")  # rank 0 alone prints
+    sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w")  # only rank 0 prints
     device, B, T, total = torch.device(args.device), args.batch_size, args.seq_len, args.total_batch_size
-    accumulation = total // (B * T * world_size)  # micro-steps per step
-    torch.use_deterministic_algorithms(device.type == "cpu")  # the same seed repeats the losses; slow on a GPU
+    accumulation = total // (B * T * world_size)  # micro-steps per optimizer step
+    torch.use_deterministic_algorithms(device.type == "cpu")  # makes losses repeatable on a CPU; would be slow on a GPU
     ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # TF32, or plain float32
+    torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # "high" is TF32, "highest" is float32
     if not ampere_or_later:
         print("no TF32 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later")
     use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
@@ -338,33 +339,33 @@ def main():
     examples = read_examples(args.hellaswag) if args.hellaswag else []
     prompt = loader.encoding.encode_ordinary(args.prompt) or [loader.encoding.eot_token]
     if len(prompt) + 32 > model.config.block_size:
-        raise UserError(f"--prompt: {len(prompt)} tokens and 32 new ones are over {model.config.block_size} positions")
+        raise UserError(f"--prompt: {len(prompt)} tokens and 32 new ones exceed {model.config.block_size} positions")
     print_header(args, model, loader)
     print(f"{total} tokens per step = {accumulation} micro-steps * B {B} * T {T} * {world_size} ranks", flush=True)
     if args.save and rank == 0:
-        save_whole(args.save)  # if it cannot be written, say so before training
+        save_whole(args.save)  # fail before training if the file cannot be written
 
     if ddp:
         torch.get_device_module(device).set_device(device)  # this rank's GPU
         dist.init_process_group(dist.get_default_backend_for_device(device))
     model.to(device)
-    model.compile(mode=args.compile_mode, dynamic=False)  # else an evaluation would change the graph of training
-    raw_model = model  # for evaluations, which have no gradients to send and read its config, which DDP hides
+    model.compile(mode=args.compile_mode, dynamic=False)  # otherwise, an evaluation would change the training graph
+    raw_model = model  # evaluations use this one: they need no all-reduce, and DDP hides model.config
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = model.configure_optimizers()
     if ddp:
-        model = nn.parallel.DistributedDataParallel(model)  # sends rank 0's weights; backward() averages gradients
+        model = nn.parallel.DistributedDataParallel(model)  # broadcasts rank 0's weights; backward() averages gradients
     task = {"--model": args.model, "--init-from": args.init_from, "--seq-len": T, "--seed": args.seed}
     task |= {"--total-batch-size": total, "tokens in --data": loader.size, "--warmup-steps": args.warmup_steps}
     run = resume(args, task, model, optimizer, loader)
     log, signals = open_log(args, run), []
-    purge = {"purge_step": run["step"]} if args.resume else {}  # what TensorBoard has of later steps is taken again
+    purge = {"purge_step": run["step"]} if args.resume else {}  # drop later steps from TensorBoard; they run again
     writer = SummaryWriter(args.tensorboard, **purge) if args.tensorboard and rank == 0 else None
     for number in (signal.SIGINT, signal.SIGTERM) if args.checkpoint_dir else ():
-        signal.signal(number, lambda number, frame: signals.append(number))  # the step ends, and is saved
+        signal.signal(number, lambda number, frame: signals.append(number))  # the loop finishes the step, then saves
     times = []  # seconds per step
     try:
-        for step in range(run["step"], args.steps + 1):  # once more, for the last evaluation
+        for step in range(run["step"], args.steps + 1):  # + 1 for the final evaluation
             if step % args.eval_every == 0 or step == args.steps or (step == run["step"] and run.get("due")):
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                     scores = evaluate(raw_model, loader, examples, prompt, args.seed, device, max(20 * total, 2**17))
@@ -374,11 +375,11 @@ def main():
             synchronize(device)
             start = time.perf_counter()
             optimizer.zero_grad()
-            loss = torch.zeros((), device=device)  # to print: will be the mean over micro-steps and ranks
+            loss = torch.zeros((), device=device)  # for printing: the mean over micro-steps and ranks
             for micro_step in range(accumulation):
                 x, y = (t.to(device) for t in loader.next_batch())
                 last = micro_step == accumulation - 1
-                with model.no_sync() if ddp and not last else nullcontext():  # until the last they add up unsent
+                with model.no_sync() if ddp and not last else nullcontext():  # all-reduce only in the last micro-step
                     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                         micro_loss = model(x, y) / accumulation
                     micro_loss.backward()
@@ -400,23 +401,23 @@ def main():
             row = {"step": step, "loss": loss.item(), "lr": lr, "norm": norm.item(), "sec": times[-1]}
             write_row(row, log, writer)
             stop = told_to_stop(signals, device)
-            due = (step + 1) % args.eval_every == 0 or step + 1 == args.steps  # to be evaluated, so saved before
+            due = (step + 1) % args.eval_every == 0 or step + 1 == args.steps  # an evaluation follows, so save first
             if args.checkpoint_dir and (stop or due or (step + 1) % args.save_every == 0):
                 state = {"step": step + 1, "position": loader.position, "due": due}
                 save_checkpoint(args, run | state, model, optimizer, log)
             if stop and step + 1 < args.steps:
                 sys.exit(1)
-    finally:  # also after Ctrl-C
+    finally:  # runs after Ctrl-C as well
         print_summary(times, total, device, run["step"])
     if args.save and rank == 0:
         save_whole(args.save, (model.module if ddp else model).cpu().state_dict())
-        print(f"saved the weights in {args.save}")
+        print(f"saved the weights to {args.save}")
 
 
 def print_header(args, model, loader):
     """Print the device, the model, the batch size and the length of the text."""
     if (args.model, args.device) == ("nano", "cpu"):
-        print("nano, 4 layers and 128 wide, is the default model on a CPU; --model gpt2 trains GPT-2")
+        print("nano (4 layers, hidden size 128) is the default model on a CPU; --model gpt2 trains GPT-2")
     module = torch.get_device_module(args.device)
     chip = module.get_device_name(args.device) if hasattr(module, "get_device_name") else platform.machine()
     about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
@@ -428,15 +429,15 @@ def print_header(args, model, loader):
 
 
 def synchronize(device):
-    """Wait for the device. Python only queues a GPU's work; without this, the clock would stop before it is done."""
+    """Wait for the device. Python only queues a GPU's work, so without this wait the timer would stop too early."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def print_summary(times, tokens_per_step, device, start):
-    """Print the median step, tokens per second and, on a GPU, the most memory that PyTorch allocated."""
+    """Print the median step time, the tokens per second and, for cuda, PyTorch's peak allocated memory."""
     if times:
-        first = 10 if len(times) >= 20 else len(times) // 2  # leave out compilation and other warm-up
+        first = 10 if len(times) >= 20 else len(times) // 2  # exclude compilation and other warm-up
         median = float(np.median(times[first:]))
         print(f"median of steps {start + first}-{start + len(times) - 1}: {1000 * median:.2f} ms", end=", ")
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
@@ -444,30 +445,30 @@ def print_summary(times, tokens_per_step, device, start):
 
 
 def save_whole(path, contents=None):
-    """Write a file for torch.load(), whole or not at all. Without contents, only try to. Raises UserError."""
+    """Save contents for torch.load(), whole or not at all. Without contents, only test the path. Raises UserError."""
     unfinished = Path(f"{path}.tmp")
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file")
     try:
         with open(unfinished, "wb") as file:
             torch.save(contents, file)
-            file.flush(), os.fsync(file.fileno())  # else a power cut could leave the name below on an empty file
+            file.flush(), os.fsync(file.fileno())  # otherwise, a power cut could leave an empty file at `path`
         if contents:
             os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk's OSError
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk's OSError into a RuntimeError
         raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
     finally:
         unfinished.unlink(missing_ok=True)
 
 
 def resume(args, task, model, optimizer, loader):
-    """Load the newest checkpoint, if there is one: a dict of how far the run is. By all ranks. OSError, UserError."""
+    """Load the newest checkpoint, if any, and return the run's state. All ranks call it. Raises OSError, UserError."""
     folder, run = args.checkpoint_dir, {"task": task, "steps": args.steps, "step": 0, "log": 0, "begun": time.time()}
     saved = load_checkpoint(folder) if folder else None
     if folder and not saved and (folder / "best.pt").exists():
-        raise UserError(f"{folder} has the best.pt of another run: begin in another folder")
+        raise UserError(f"{folder} has the best.pt of another run: use another folder")
     if saved and saved.get("step", 1) and not args.resume:
-        raise UserError(f"{folder} has checkpoints: --resume goes on from them, another folder begins anew")
+        raise UserError(f"{folder} has checkpoints: --resume continues from them; use another folder for a new run")
     run = saved if saved and args.resume else run
     for name, value in task.items():
         if (saved_value := run.get("task", {}).get(name)) != value:
@@ -475,56 +476,56 @@ def resume(args, task, model, optimizer, loader):
     if args.ddp:
         dist.all_gather_object(steps := [0] * args.world_size, run["step"])
         if len(set(steps)) > 1:
-            raise UserError(f"the ranks do not see the same {folder}: they would go on from steps {steps}")
+            raise UserError(f"the ranks do not see the same {folder}: they would resume at steps {steps}")
     if folder and not run["step"] and args.rank == 0:
-        save_whole(folder / "step_00000000.pt", run)  # no weights yet, but whose log it is, if it is killed now
-    if run["step"]:  # a model with dropout needs the states of the random generators, too
+        save_whole(folder / "step_00000000.pt", run)  # no weights yet; if the run is killed, this identifies its log
+    if run["step"]:  # a model with dropout would also need the random generators' states
         set_state_dict(model, optimizer, model_state_dict=run.pop("model"), optim_state_dict=run.pop("optim"))
         loader.position = run["position"]
     if folder:
         print(f"{run['step']} of {args.steps} steps are done, in {folder}", flush=True)
     if run["steps"] != args.steps and run["step"] < args.steps:
-        print(f"--steps was {run['steps']}: from here the learning rate follows another schedule")
+        print(f"--steps was {run['steps']}: from here on, the learning rate follows another schedule")
     return run | {"steps": args.steps}
 
 
 def load_checkpoint(folder):
-    """The newest checkpoint that can be read, or None. Raises OSError, or UserError if there are only damaged ones."""
+    """Return the newest readable checkpoint, or None. Raises OSError, or UserError if every checkpoint is damaged."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = sorted(folder.glob("step_????????.pt"), reverse=True)
     for path in paths:
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)  # weights_only: it cannot run code
-        except Exception as error:  # a damaged file raises a dozen kinds
+            return torch.load(path, map_location="cpu", weights_only=True)  # weights_only: the file cannot run code
+        except Exception as error:  # a damaged file can raise many exception types
             print(f"{path} cannot be read: {repr(error)[:200]}", file=sys.stderr)
     if paths:
         raise UserError(f"no checkpoint in {folder} can be read")
 
 
 def save_checkpoint(args, run, model, optimizer, log):
-    """Save step_N.pt, and delete all but the newest. For all ranks together. Raises OSError, UserError."""
+    """Save step_N.pt and delete all but the newest checkpoints. All ranks call it. Raises OSError, UserError."""
     weights, moments = get_state_dict(model, optimizer)
     if args.rank == 0:
         if args.log_file:
-            os.fsync(log.fileno())  # or after a power cut it could be shorter than this
+            os.fsync(log.fileno())  # otherwise, a power cut could leave it shorter than recorded
             run["log"] = log.tell()
         path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
         save_whole(path, run | {"model": weights, "optim": moments})
         print(f"saved {path}", flush=True)
-        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # one above is damaged
-        for old in [*paths[: -args.keep], *path.parent.glob("*.pt.tmp")]:  # .tmp: a kill in the middle of a save
+        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # any later one is damaged
+        for old in [*paths[: -args.keep], *path.parent.glob("*.pt.tmp")]:  # .tmp: from a kill during a save
             old.unlink()
 
 
 def open_log(args, run):
-    """The log, cut to its length at the checkpoint. Raises OSError, or UserError if it is the log of another run."""
+    """Open the log, truncated to its length at the checkpoint. Raises OSError, or UserError for another run's log."""
     if not args.log_file or args.rank > 0:
         return open(os.devnull, "w")
     log = open(args.log_file, "a+", buffering=1, errors="replace")
-    size, header = log.tell(), json.dumps({"begun": run["begun"]} | run["task"]) + "\n"  # of this run and no other
+    size, header = log.tell(), json.dumps({"begun": run["begun"]} | run["task"]) + "\n"  # unique to this run
     log.seek(0)
-    if size < run["log"] or not header.startswith(log.readline()):  # a kill could have cut the header
-        raise UserError(f"{args.log_file} is not the log of this run, or lacks a part of it")
+    if size < run["log"] or not header.startswith(log.readline()):  # a kill may have truncated the header
+        raise UserError(f"{args.log_file} is not the log of this run, or is incomplete")
     log.seek(log.truncate(run["log"]))
     if not run["log"]:
         log.write(header)
@@ -532,13 +533,13 @@ def open_log(args, run):
 
 
 def write_row(row, log, writer):
-    """Write a row to the log, and its floats under the same names to TensorBoard, if there is a writer."""
+    """Write a row to the log and, if there is a writer, its floats to TensorBoard under the same names."""
     print(json.dumps(row), file=log)
     for name, value in row.items() if writer else ():
         if isinstance(value, float):
             writer.add_scalar(name, value, row["step"])
     if writer:
-        writer.flush()  # before the checkpoint: the steps up to it are not taken again
+        writer.flush()  # before the checkpoint, because steps up to it do not run again
 
 
 def report(args, run, step, scores, log, writer):
@@ -555,7 +556,7 @@ def report(args, run, step, scores, log, writer):
 
 
 def told_to_stop(signals, device):
-    """Whether a signal has come to any of the ranks: all leave after the same step."""
+    """Return whether any rank received a signal. All ranks then stop after the same step."""
     count = torch.tensor(len(signals), device=device)
     if dist.is_initialized():
         dist.all_reduce(count)
@@ -567,28 +568,28 @@ class UserError(ValueError):
 
 
 def exit_message(error):
-    """What to call sys.exit() with: one line if the user can fix the error, or 1. Raises any other error again."""
+    """Return the argument of sys.exit(): one line if the user can fix the error, 1 after Ctrl-C. Re-raises the rest."""
     text = " ".join(str(error).split())
     no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
-        args = parse_args()  # once more, for B and T
+        args = parse_args()  # parsed again, to get B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed, and Python would try it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # for Gloo
-        text = f"rank {os.environ['RANK']}: {text}; if another rank failed, its error is the one to read"
+    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # from Gloo
+        text = f"rank {os.environ['RANK']}: {text}; if another rank failed, read its error instead"
     elif not isinstance(error, (OSError, UserError, DataError, ModuleNotFoundError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # a reader such as head has left, or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # a reader such as head closed the pipe, or Ctrl-C
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 
 if __name__ == "__main__":
     try:
-        record(main)()  # torchrun's report names each rank that failed, with its traceback
+        record(main)()  # with record, torchrun reports the traceback of each failed rank
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(exit_message(error))
-    if dist.is_initialized():  # after main() has freed the model: with Gloo the other order can hang
+    if dist.is_initialized():  # after main() has freed the model; the reverse order can hang with Gloo
         dist.destroy_process_group()

@@ -209,7 +209,7 @@ def test_a_resumed_run_says_where_it_goes_on_and_on_what_schedule(saved, script)
 
     lines = said(7)
     assert lines[0] == f"6 of 7 steps are done, in {saved}"
-    assert lines[1].startswith("--steps was 8: from here the learning rate follows another schedule")
+    assert lines[1].startswith("--steps was 8: from here on, the learning rate follows another schedule")
     assert lines[2].startswith("step    6 | ") and lines[3] == f"saved {saved}/step_00000007.pt"
     assert said(7) == [f"7 of 7 steps are done, in {saved}"]
     assert said(5) == [f"7 of 5 steps are done, in {saved}"]

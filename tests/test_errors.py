@@ -24,7 +24,7 @@ WRONG = {
     "T -1": (["--seq-len", "-1"], "at least 1"),
     "B 0": (["--batch-size", "0"], "at least 1"),
     "B -4": (["--batch-size", "-4"], "at least 1"),
-    "B too large": (["--batch-size", "1000000"], "(338025 tokens, but B 1000000|no multiple of .* = 128000000)"),
+    "B too large": (["--batch-size", "1000000"], "(338025 tokens, but B 1000000|not a multiple of .* = 128000000)"),
     "no steps": (["--steps", "0"], "at least 1"),
     "negative steps": (["--steps", "-1"], "at least 1"),
     "steps no number": (["--steps", "many"], "many"),
@@ -35,9 +35,9 @@ WRONG = {
     "unknown flag": (["--learning-rate", "1"], "--learning-rate"),
 }
 WRONG_TOTAL = {
-    "does not divide": (["--total-batch-size", "1000"], "1000 is no multiple of B . T . ranks = 512"),
-    "less than one micro-batch": (["--total-batch-size", "256"], "256 is no multiple"),
-    "total -512": (["--total-batch-size", "-512"], "-512 is no multiple"),
+    "does not divide": (["--total-batch-size", "1000"], "1000 is not a multiple of B . T . ranks = 512"),
+    "less than one micro-batch": (["--total-batch-size", "256"], "256 is not a multiple"),
+    "total -512": (["--total-batch-size", "-512"], "-512 is not a multiple"),
 }
 
 

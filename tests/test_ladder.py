@@ -156,7 +156,7 @@ FETCH = "            x, y = (t.to(device) for t in loader.next_batch())\n"
 ZERO = "            optimizer.zero_grad()\n"
 STEPS = '    parser.add_argument("--steps", type=int, default=50, help="default 50")\n'
 SEED = '    torch.use_deterministic_algorithms(device.type == "cpu")'
-REASON = "  # the same seed repeats the losses; slow on a GPU\n"
+REASON = "  # makes losses repeatable on a CPU; would be slow on a GPU\n"
 LAYOUT = "only comments or layout differ"
 BREACHES = {
     "an idea elsewhere": ("05_compile", re.escape("idx.size(1)"), "idx.shape[1]", "GPT.forward differs"),

@@ -252,7 +252,7 @@ def test_ranks_with_different_folders_are_refused(run, small, tmp_path):
     arguments = *SIZES, "--steps", 4, "--checkpoint-dir", "saved", "--resume"
     done = run(script.name, *arguments, folder=tmp_path, torchrun=2)
     assert done.returncode != 0
-    assert "the ranks do not see the same saved: they would go on from steps [2, 0]" in done.stderr
+    assert "the ranks do not see the same saved: they would resume at steps [2, 0]" in done.stderr
 
 
 @pytest.mark.slow

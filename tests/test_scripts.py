@@ -100,7 +100,7 @@ def test_the_lines_are_those_of_the_contract(printed, script):
         assert lines.pop(0).startswith("no TF32 here")
     if script in set(since(3)) - {FP16} and not BF16_CPU:
         assert lines.pop(0).startswith("no bf16 here")
-    assert lines.pop(0) == "nano, 4 layers and 128 wide, is the default model on a CPU; --model gpt2 trains GPT-2"
+    assert lines.pop(0) == "nano (4 layers, hidden size 128) is the default model on a CPU; --model gpt2 trains GPT-2"
     assert re.fullmatch(
         rf"device cpu \(.+\) \| torch \S+ \| nano {PARAMETERS[script]:,} parameters \| B {B} T {T}", lines.pop(0)
     )
