@@ -1,4 +1,4 @@
-"""A killed run resumes bit for bit; damaged files, full disks and foreign folders lose nothing."""
+"""A killed run resumes bit for bit; a damaged file, full disk or foreign folder costs no good checkpoint."""
 
 import functools
 import json

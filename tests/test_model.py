@@ -1,7 +1,7 @@
-"""The model is GPT-2: its parameters, its initialization, `transformers`' logits, a published loss curve.
+"""The model has GPT-2's parameters, initialization and `transformers`' logits, and repeats a published loss curve.
 
-The first 50 losses of a public run, within 0.001, follow from the seed alone: initial weights, order of the data,
-model and optimizer.
+From the seed alone, training reproduces the first 50 losses of a public run within 0.001. This covers the initial
+weights, the order of the data, the model and the optimizer.
 """
 
 import json
