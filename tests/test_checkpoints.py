@@ -1,4 +1,4 @@
-"""A killed run resumes bit for bit; a damaged file, full disk or foreign folder costs no good checkpoint."""
+"""A killed run resumes bit for bit; damaged files, full disks and other runs' folders destroy no good checkpoint."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""The peak, the clock, the other work and the profile of a device are measured on that device.
+"""The peak, clock, background load and profile of a device are measured on that device.
 
 FLOPs are compared with PyTorch's counter. Kernels of a T4, an A100 and an H100 are grouped by their names.
 """

@@ -1,4 +1,4 @@
-"""A user's mistake ends with one line on stderr and a non-zero exit status, and changes no file."""
+"""A user's mistake produces one line on stderr and a non-zero exit status, and changes no file."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A HellaSwag score equals its definition, computed for one text at a time."""
+"""A HellaSwag score matches its definition, applied to one text at a time."""
 
 import json
 import re

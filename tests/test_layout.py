@@ -1,4 +1,4 @@
-"""Each folder imports only what it may, its README states its purpose, and every path in a text exists.
+"""Each folder imports only from permitted folders, its README states its purpose, and every path in a text exists.
 
 `pretrain/`, `measure/` and `docs/` are also run without the folders that they must not read.
 """

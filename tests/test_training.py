@@ -1,4 +1,4 @@
-"""The training loop uses the clock, the seed, gradients, clipping and the learning rate correctly.
+"""The training loop handles the clock, the seed, gradients, clipping and the learning rate correctly.
 
 The tests observe the loop from inside. The clock is read after the device has finished, also on a simulated GPU.
 Gradients start from zero and are sent once per step. The printed speed, norm and learning rate are the ones used.
