@@ -1,21 +1,21 @@
 PYTHON ?= python3
-# Three at a time, for two cores: one of them is often waiting.
+# Three workers for two cores, because tests often wait for a process that they started.
 PYTEST = .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.SUFFIXES: # no built-in rules: they would link diff- from diff-.o
+.SUFFIXES: # disables the built-in rules, which would try to link diff-03 from diff-03.o
 
 help:
-	@echo 'make run         train with rung 10; ARGS="--steps 200" passes options on, as in all that have ARGS'
-	@echo 'make diff-03     what rung 03 changes; diff-ddp, diff-long, diff-train, diff-fsdp, diff-fp16'
-	@echo 'make docs        the site: every diff as a page, in docs/site/'
+	@echo 'make run         train with rung 10; ARGS="--steps 200" passes options to the script, as in every target with ARGS'
+	@echo 'make diff-03     show what rung 03 changes; also diff-ddp, diff-long, diff-train, diff-fsdp, diff-fp16'
+	@echo 'make docs        build the site, with a page for every diff, in docs/site/'
 	@echo 'make ladder      measure the scripts on this machine; ARGS="--profile --budget 30"'
-	@echo 'make counts      FLOPs, bytes and kernels of each rung, by count, without a GPU; ARGS="--card 4090 --batch-size 16"'
-	@echo 'make compare     two measurements side by side; ARGS="results/ONE results/OTHER"'
-	@echo 'make plot        the losses of runs, from their logs; ARGS="runs/a.jsonl runs/b.jsonl"'
-	@echo 'make test        lint and most tests, 5 to 9 minutes: before every commit'
-	@echo 'make test-all    every test, as CI does'
-	@echo 'make propagate   carry an edit into the scripts that stand on a file; ARGS=baseline.py'
-	@echo 'make figures     write tables and plots into README.md and docs/pages/, from the scripts and results/'
+	@echo 'make counts      count the FLOPs, bytes and kernels of each rung, without a GPU; ARGS="--card 4090 --batch-size 16"'
+	@echo 'make compare     print two measurements side by side; ARGS="results/ONE results/OTHER"'
+	@echo 'make plot        plot the losses of runs from their logs; ARGS="runs/a.jsonl runs/b.jsonl"'
+	@echo 'make test        run lint and most tests before every commit; takes 5 to 9 minutes'
+	@echo 'make test-all    run every test, as CI does'
+	@echo 'make propagate   carry an edit into the scripts that build on a file; ARGS=baseline.py'
+	@echo 'make figures     write the tables and plots of README.md and docs/pages/ from the scripts and results/'
 
 run: .venv/run
 	.venv/bin/python speedup_10_fused_adamw.py $(ARGS)
@@ -63,7 +63,7 @@ figures: .venv/dev
 	.venv/bin/python -m pip install -r requirements-dev.txt
 	@touch $@
 
-# The site is tested in a browser where there is one. CI has none to begin with.
+# The browser tests skip themselves without Chromium, and the CI image does not include it.
 chromium:
 	@if [ "$$CI" = true ] && ! command -v chromium && ! command -v google-chrome; then \
 		apt-get update && apt-get install -y --no-install-recommends chromium; \

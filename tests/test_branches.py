@@ -1,4 +1,4 @@
-"""fp16 skips a step whose gradient overflows; every attention kernel computes the same."""
+"""fp16 skips a step whose gradient overflows, and all attention kernels compute the same up to rounding."""
 
 import functools
 import math

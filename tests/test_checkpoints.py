@@ -1,4 +1,4 @@
-"""A killed run resumes bit for bit; damaged files, full disks and foreign folders lose nothing."""
+"""A killed run resumes bit for bit; damaged files, full disks and other runs' folders destroy no good checkpoint."""
 
 import functools
 import json

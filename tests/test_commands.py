@@ -1,7 +1,7 @@
-"""Every command in a README, a page, a docstring or `make help` works as it stands.
+"""Commands in READMEs, pages, docstrings and `make help` work as written.
 
-A long one runs until its second step. One that needs a GPU, the hub or minutes, or that another file here runs, is
-listed in the file with the reason.
+A long command runs until its second step. A command is not run if it needs a GPU, the hub or minutes, or if another
+test file runs it. The file lists these commands with the reason.
 """
 
 import ast

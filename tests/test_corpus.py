@@ -1,7 +1,7 @@
-"""Tokenizing loses no document; pre-training reads each token once per epoch and none of those held out.
+"""Tokenizing loses no document; pre-training reads each training token once per epoch and no held-out token.
 
-Killed at any moment, the same command writes the same shards, in llm.c's format. The validation loss does not depend on
-the batch size or the number of ranks.
+If tokenizing is killed at any moment, the same command then completes the same shards, in llm.c's format. The
+validation loss does not depend on the batch size or the number of ranks.
 """
 
 import array

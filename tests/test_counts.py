@@ -1,6 +1,6 @@
-"""The FLOPs, bytes and kernels of a step are counted right: by formula, by hand, and beside PyTorch's profiler.
+"""The counted FLOPs, bytes and kernels of a step match formulas, hand calculations and PyTorch's profiler.
 
-The committed counts at B 4 are those of today's scripts, and a floor is the sum that it says it is.
+The committed counts at B 4 match the current scripts, and each lower bound equals the sum in its definition.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The loader reads every token once per epoch, in order, and several ranks share the batches of one."""
+"""The loader returns consecutive batches, starts again at the end of the text, and divides batches among ranks."""
 
 import hashlib
 import os

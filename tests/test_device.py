@@ -1,4 +1,4 @@
-"""What is said of a device is measured on it: its peak, its clock, its other work, and where the time of a step goes.
+"""The peak, clock, background load and profile of a device are measured on that device.
 
 FLOPs are compared with PyTorch's counter. Kernels of a T4, an A100 and an H100 are grouped by their names.
 """

@@ -1,4 +1,4 @@
-"""A user's mistake gets one line on stderr, a non-zero exit status, and changes nothing."""
+"""A user's mistake produces one line on stderr and a non-zero exit status, and changes no file."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A model exported to Hugging Face keeps its logits; a sample is what the model finds likely, printed as it comes."""
+"""A model exported to Hugging Face keeps its logits; samples follow its probabilities and are printed word by word."""
 
 import os
 import shlex

@@ -1,7 +1,7 @@
 """On a CUDA GPU, every script trains GPT-2 124M with its defaults.
 
-These tests, and those marked `gpu` in other files, skip themselves without a GPU, and write a line each on what they
-measured.
+These tests, and the tests marked `gpu` in other files, skip themselves without a GPU. Each writes a line with its
+measurements.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""On a CUDA GPU, `measure/` finds every peak and the kernels of a step, and the peers do the task of rung 10."""
+"""On a CUDA GPU, `measure/` finds every peak and the kernels of a step, and the peers do the same work as rung 10."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""On a CUDA GPU, a run goes on from its checkpoint, waits for the GPU at the end of a step, and ends in one line."""
+"""On a CUDA GPU, a run resumes from its checkpoint, waits for the GPU after a step, and reports errors in one line."""
 
 import pytest
 import torch

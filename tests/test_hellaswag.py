@@ -1,4 +1,4 @@
-"""A HellaSwag score is what its definition gives, one text at a time."""
+"""A HellaSwag score matches its definition, applied to one text at a time."""
 
 import json
 import re

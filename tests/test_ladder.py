@@ -1,6 +1,6 @@
-"""Each script is the one before it, byte for byte, except in its one idea.
+"""Each script differs from the script before it only in its one idea.
 
-`ladder.toml` names the definitions that an idea may change. Nothing else is renamed, moved or re-wrapped, no diff
+`ladder.toml` lists the definitions that an idea may change. All other lines are identical, byte for byte, no diff
 exceeds its limit of lines, and every script runs without the others. Breaches of each kind are planted and must be
 reported.
 """

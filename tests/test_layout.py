@@ -1,6 +1,6 @@
-"""Each folder reads only what it may, says what it is for, and every path that a text names is there.
+"""Each folder imports only from permitted folders, its README states its purpose, and every path in a text exists.
 
-A folder is also run without what it may not read.
+`pretrain/`, `measure/` and `docs/` are also run without the folders that they must not read.
 """
 
 import ast

@@ -1,7 +1,7 @@
-"""`make ladder` measures what it says, within a budget, and continues where it was cut, also on another host.
+"""`make ladder` measures correctly, keeps to its budget, and can continue an interrupted run on another host.
 
-Medians, ratios and shares are computed from logs with known answers, the speed is compared with an outside clock, and
-the peers with rung 10.
+Medians, ratios and shares are computed from logs with known answers. The speed is compared with an outside clock, and
+the peers are compared with rung 10.
 """
 
 import functools

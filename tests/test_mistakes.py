@@ -1,7 +1,7 @@
-"""The mistakes that people make are caught: each is planted in a copy of the project, and a test must fail.
+"""Each mistake in `dev/mistakes.toml`, planted in a copy of the project, makes a test fail.
 
-`dev/mistakes.toml` holds them, with the test that must fail and what comes of each. `make test` plants each in one
-of the scripts that have its lines, chosen in turn, `make test-all` in all.
+The file lists mistakes that people make, with their consequences and the test that must fail. `make test` plants each
+mistake in one of the scripts that contain its lines, chosen in turn. `make test-all` plants it in all of them.
 """
 
 import importlib

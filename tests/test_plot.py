@@ -1,4 +1,4 @@
-"""The losses of a log are plotted as they are, of one run or several, also while it is being written."""
+"""The losses of one or more logs are plotted correctly, even while a log is being written."""
 
 import json
 import math

@@ -1,6 +1,6 @@
-"""A pre-training run evaluates, logs and saves what it says, and a killed one ends the same.
+"""A pre-training run evaluates, logs and saves as documented, and a killed run reaches the same result.
 
-Its training step is `ddp_run.py`'s, bit for bit, and evaluating never recompiles it.
+Its training step matches `ddp_run.py` bit for bit, and an evaluation does not recompile it.
 """
 
 import json

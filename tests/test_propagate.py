@@ -1,4 +1,4 @@
-"""An edit to a shared line reaches every script above it, and a conflict loses nothing."""
+"""An edit to a shared line reaches every script that builds on the edited one, and a conflict loses no change."""
 
 import shutil
 import subprocess

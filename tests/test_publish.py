@@ -1,7 +1,7 @@
-"""What is computed stands in the README, the pages and their figures as the scripts and `results/` have it.
+"""The computed text and plots in the README and the pages match the scripts and `results/`.
 
-Gains, shares and reading times are computed again, a GPU's result comes first, and an error changes no file. The README
-fits in 140 lines and 1,400 words.
+Gains, shares and reading times are recomputed, a GPU's result comes first, and an error changes no file. The README has
+at most 140 lines and 1,400 words.
 """
 
 import copy

@@ -1,8 +1,8 @@
-"""Several processes compute what one computes, and end together if one of them is lost.
+"""Several processes compute the same as one process, and all of them end if one is lost.
 
-1, 2 and 4 ranks, every split of a batch, DDP and FSDP2: gradients within 1e-5 of one process. A run that is killed
-with SIGKILL three times ends with the losses and weights of one that is not (`python tests/kills.py 50` kills it fifty
-times).
+The tests use 1, 2 and 4 ranks, every split of a batch, DDP and FSDP2. Gradients match one process within 1e-5. A run
+that is killed with SIGKILL three times ends with the losses and weights of an undisturbed run (`python tests/kills.py
+50` kills it fifty times).
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""Every script runs as a user runs it, prints what is true, and learns.
+"""Every script runs as a user runs it, prints correct values, and learns.
 
-On one rank, on two, and a second time with the same result.
+The scripts run on one rank, on two ranks, and a second time with the same result.
 """
 
 import functools

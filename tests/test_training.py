@@ -1,7 +1,7 @@
-"""The training loop, seen from inside: clock, seed, gradients, clipping, learning rate.
+"""The training loop handles the clock, the seed, gradients, clipping and the learning rate correctly.
 
-The clock is read after the device has finished, on a made-up GPU too, gradients start from zero and travel once per
-step, and the printed rate, norm and learning rate are the ones used.
+The tests observe the loop from inside. The clock is read after the device has finished, also on a simulated GPU.
+Gradients start from zero and are sent once per step. The printed speed, norm and learning rate are the ones used.
 """
 
 import contextlib
