@@ -230,7 +230,7 @@ def watch(script, *args, compiled=False, **options):
         return loss
 
     def before(optimizer, *_):
-        if model:  # it is None while set_state_dict creates the moments by a step at learning rate 0
+        if model:  # model is None while set_state_dict creates the moments (a step at learning rate 0)
             steps[-1].groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             steps[-1].before = {name: p.detach().clone() for name, p in model.named_parameters()}
             steps[-1].grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -502,7 +502,7 @@ def clone(small, tmp_path):
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory, inductor_cache):
-    """Run a script in a separate process, without network access, in an empty home folder. Return the process."""
+    """Run a script in a separate process, without network access, in an empty home folder, and return the process."""
 
     def run(script, *args, torchrun=None, restarts=0, folder=ROOT, timeout=600, **environment):
         home = tmp_path_factory.mktemp("home")
@@ -510,7 +510,7 @@ def run(tmp_path_factory, inductor_cache):
         if torchrun:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
             command[1:1] = [*launcher, f"--nproc_per_node={torchrun}", f"--max-restarts={restarts}"]
-        kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"  # from LD_ on: for a GPU
+        kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"  # from LD_ on: for GPUs
         env = {name: value for name, value in os.environ.items() if re.fullmatch(kept, name)}
         packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # set by the user
         env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "offline"), *packages]))}

@@ -61,7 +61,7 @@ def log(folder):
 
 
 def changed(folder):
-    """When the log was last written. Its steps alone do not show that a resumed run, which may repeat some, began."""
+    """When the log was last written. Its steps do not show that a resumed run has begun, as it may repeat some."""
     path = folder / "log.jsonl"
     return path.stat().st_mtime_ns if path.exists() else 0
 

@@ -231,7 +231,7 @@ def test_the_newest_is_found_whatever_the_number_of_its_digits(tmp_path, script)
 
 @pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
 def test_a_checkpoint_of_a_gpu_is_read_where_there_is_none(tmp_path, monkeypatch, script):
-    """A checkpoint from a GPU loads onto the CPU. It needs no GPU, and several ranks do not all load it onto GPU 0."""
+    """A checkpoint from a GPU loads onto the CPU: loading needs no GPU, and ranks do not all load it onto GPU 0."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         save(script, tmp_path, step=1)
@@ -353,7 +353,7 @@ def test_a_log_that_lacks_what_the_checkpoint_knows_is_refused_and_left(saved, t
 
 
 def test_a_first_try_that_came_to_nothing_is_not_in_the_way_of_another(tmp_path, no_start):
-    """After a run is refused because of its log, another run may use its folder, and the log is unchanged."""
+    """After a run was refused because of its log, another run may use its folder. The log is unchanged."""
     saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
     log.write_text("mine")
     no_start("--checkpoint-dir", saved, "--log-file", log, says="log.jsonl is not the log of this run")
@@ -406,7 +406,7 @@ def test_a_full_disk_ends_the_run_and_the_last_good_checkpoint_serves(saved, und
         )
     finally:
         end()
-    assert names(saved) == ["step_00000003.pt", "step_00000006.pt"]  # the partly written one was removed
+    assert names(saved) == ["step_00000003.pt", "step_00000006.pt"]  # the partly written file is gone
     assert curve(train(8, "--checkpoint-dir", saved, "--resume")) == curve(undisturbed)[6:]
 
 

@@ -107,7 +107,7 @@ NOT_RUN = {
 }
 REASONS = {command: reason for reason, commands in NOT_RUN.items() for command in commands}
 
-# Bash lines that create the files a command needs, by a pattern of the command. $TRAINED is a folder of checkpoints.
+# {pattern of a command: bash lines that create the files it needs}. $TRAINED is a folder of checkpoints.
 PARQUET = 'python -c \'import pandas; pandas.DataFrame({{"text": ["To be"] * 99}}).to_parquet("{}")\''
 BEFORE = {
     r"--data my\.txt": "cp input.txt my.txt",

@@ -131,7 +131,7 @@ def test_the_clock_and_the_power_are_those_of_the_gpu_that_is_measured(nvml):
     with made_up_gpu():
         gpu = gauge.find_gpu(machine.describe(torch.device("cuda"))["gpu_id"])
     assert gpu == "GPU-1234-5678" and gauge.find_gpu(None) is None
-    assert gauge.find_gpu(gauge.gpu_id(SimpleNamespace(uuid="of-a-MIG-slice"))) is None  # it shares a clock
+    assert gauge.find_gpu(gauge.gpu_id(SimpleNamespace(uuid="of-a-MIG-slice"))) is None  # it shares its clock
     assert gauge.reading(gpu) == {"clock_mhz": 1234, "power_w": 457, "power_limit_w": 700, "temperature_c": None}
     assert gauge.reading(None) is None
 
@@ -169,7 +169,8 @@ def test_the_peak_in_tf32_is_not_that_of_plain_float32(monkeypatch):
     cpu = torch.device("cpu")
     with pytest.raises(RuntimeError, match="plain float32"):  # a CPU has no TF32
         roof.multiply("tf32", (16, 16, 16), cpu)
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, y: torch.mm(x.bfloat16().float(), y))  # rounds
+    # This matmul rounds its input, as a matmul in TF32 does.
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, y: torch.mm(x.bfloat16().float(), y))
     monkeypatch.setattr(roof, "seconds", lambda *args, **names: 0.5)
     assert roof.multiply("tf32", (16, 16, 16), cpu) > 0
     torch.set_float32_matmul_precision("highest")

@@ -82,7 +82,7 @@ def test_the_diff_of_a_page_is_gits(soup, before, after):
     pages = [docs.pair_page(before, after)] + [docs.page(after)] * (RUNGS[after].before == before)
     for page in pages:
         (diff,) = soup(page).select(".diff")
-        assert all(twice.get("aria-hidden") == "true" for twice in diff.select(".block.same > .old"))  # read aloud once
+        assert all(twice.get("aria-hidden") == "true" for twice in diff.select(".block.same > .old"))  # read out once
         assert text_of(diff) == printed
         body = printed[printed.index("@@") :].splitlines(keepends=True)
         for side, sign in (("old", "+"), ("new", "-")):
@@ -155,7 +155,7 @@ def equations():
 
 
 def is_true(line):
-    """Whether the left side of `label: 4 × 1,024 × 2 bytes = 8.19 kB` equals the right side, as it is rounded there."""
+    """Whether the left side of `label: 4 × 1,024 × 2 bytes = 8.19 kB` equals the right side, to the digits shown."""
     left, right = line.split(": ", 1)[1].split(" = ")
     left = NUMBER.sub(lambda n: f"({n[1].replace(',', '')} * {UNITS[n[2] or '']})", left)
     assert re.fullmatch(r"[\d.e+*/() ×−-]+", left), left
@@ -295,7 +295,7 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site, s
             link = element.get("href") or element.get("src")
             target = urlparse(urljoin(f"file:///{page}", link))
             if target.scheme == "https" and element.name == "a":
-                continue  # a reader may follow it; there is no network here to follow it with
+                continue  # an external link, which the tests cannot follow without a network
             path = unquote(target.path).lstrip("/")
             ok = target.scheme == "file" and (site / path).is_file() and not link.startswith("/")
             if not (ok and (not target.fragment or target.fragment in ids(path))):
@@ -618,7 +618,7 @@ def test_what_was_chosen_is_there_before_the_page_is_painted(tab, base):
     """The script in the head alone shows the chosen result, before the page is painted."""
     tab.goto(base + RUNG_PAGES[0])
     tab.locator(".choice[data-choice=result] label").last.click()
-    tab.add_init_script("addEventListener = document.addEventListener = () => {}")  # no event handler ever runs
+    tab.add_init_script("addEventListener = document.addEventListener = () => {}")  # no event handler runs
     tab.goto(base + docs.page("speedup_05_compile.py"))
     assert tab.locator(".result:visible").get_attribute("data-result") == list(RESULTS)[-1]
 

@@ -61,7 +61,7 @@ def project(tmp_path_factory):
 def test_a_mistake_is_caught(mistake, script, project, verdict):
     right = (ROOT / script).read_text(encoding="utf-8")
     wrong = plant(mistake, right)
-    assert wrong, f"{script} has not got these lines once"
+    assert wrong, f"{script} does not contain each of these lines exactly once"
     (project / script).write_text(wrong, encoding="utf-8")
     status, seen = verdict(project, project / "tests" / mistake["check"].format(script=script))
     (project / script).write_text(right, encoding="utf-8")

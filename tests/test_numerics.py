@@ -16,7 +16,7 @@ from torch import nn
 
 pytestmark = pytest.mark.usefixtures("no_evaluation")
 BF16, TF32, FP16_SPACING = 2**-7, 2**-10, 2**-10  # the spacing of such numbers at 1
-FLOAT32 = 2**-20  # eight times its spacing, as the sums are in float32 as well
+FLOAT32 = 2**-20  # eight times the spacing of float32, which the sums use as well
 
 
 @pytest.fixture(scope="module")

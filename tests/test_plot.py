@@ -30,7 +30,7 @@ def test_training_and_validation_stand_under_their_own_names(tmp_path):
         "a, training": ([0, 1, 2, 3], [10, 9, 6, 4]),
         "a, validation, lowest 7.000 at step 2": ([0, 2, 4], [11, 7, 8]),
     }
-    assert top == pytest.approx(1.02 * 9)  # step 0 does not count
+    assert top == pytest.approx(1.02 * 9)  # the loss of step 0 is left out
 
 
 def test_a_long_run_is_shown_as_means(tmp_path):

@@ -167,7 +167,7 @@ def test_a_run_goes_on_with_the_same_batches_and_rates_or_not_at_all(
 
 
 def test_a_run_that_begins_again_leaves_nothing_of_the_first_try(monkeypatch, tmp_path):
-    """Its log, whatever characters the samples contain, and TensorBoard continue from the step of the checkpoint."""
+    """The log and TensorBoard continue from the checkpoint's step, whatever characters the samples contain."""
     monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES | {"samples": ["漢字 🙂"]})
     purged, real = [], torch.utils.tensorboard.SummaryWriter
 
@@ -281,7 +281,7 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
 
 @pytest.mark.slow
 def test_two_ranks_find_what_one_finds(run, small, undisturbed, arguments):
-    """Two ranks, with half the work each, find the validation loss, HellaSwag score and samples of one at step 0."""
+    """Two ranks, with half the work each, find the same loss, HellaSwag score and samples at step 0 as one rank."""
     done = run(TRAIN, *arguments, "--steps", 1, torchrun=2, folder=small, **EAGER)
     assert done.returncode == 0, done.stderr
     one, two = (

@@ -53,7 +53,7 @@ def test_the_pages_and_their_figures_are_those_of_the_results(tmp_path):
         f"results/{name}"
         for name in re.findall(r"`results/([^/`]+)/` holds", (ROOT / "docs/pages/results.md").read_text())
     ]
-    assert shown  # other folders may be a reader's own
+    assert shown  # other folders may be a reader's own measurements
     root = copy_project(tmp_path / "project")
     images = root / publish.IMAGES
     shutil.rmtree(images)

@@ -155,7 +155,7 @@ def calm(run, small):
 def test_slices_train_as_the_whole_does_and_either_goes_on_from_the_other(run, small, calm, tmp_path):
     """Sharded training on two ranks has the losses of unsharded training, and each resumes from the other's checkpoint.
 
-    Both use bf16 if the CPU has it. The first sharded run is compiled.
+    All use bf16 if the CPU has it. The first sharded run is compiled.
     """
     words = *SIZES, "--steps", 8, "--save-every", 6, "--checkpoint-dir"
     expected = [float(loss) for _, loss, _ in calm]
