@@ -1,4 +1,4 @@
-"""What the tests share: the list of scripts, a script as a module, watched from inside, or run as a user runs it."""
+"""Shared helpers: the list of scripts, and functions that import a script, record its steps or run it as users do."""
 
 import ast
 import contextlib
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
-os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # as the scripts set them
-os.environ |= {"MAKEFLAGS": "", "ARGS": ""}  # or a make that a test runs takes the ARGS of `make test`
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # make test runs several tests at once: more threads wait for each other
-# Without these glibc gives freed blocks back to the system, and fetching them again takes a third of a step of nano
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test uses the network
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # the scripts set these as well
+os.environ |= {"MAKEFLAGS": "", "ARGS": ""}  # else a make that a test starts inherits the ARGS of `make test`
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # `make test` runs several processes: more threads would compete
+# Without these limits, glibc returns freed blocks to the system. Allocating them again takes a third of a nano step.
 os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 import pytest
 import torch
@@ -32,13 +32,13 @@ from torch.overrides import TorchFunctionMode
 
 RUNGS = {rung.file: rung for rung in read_ladder()}
 LONG, TRAIN = "pretrain/long_run.py", "pretrain/train.py"
-SCRIPTS = [script for script in RUNGS if script != TRAIN]  # which evaluates: most of its tests are in test_pretrain.py
-BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # elsewhere the scripts use float32
+SCRIPTS = [script for script in RUNGS if script != TRAIN]  # most tests of train.py are in test_pretrain.py
+BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # on other CPUs, the scripts use float32
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "eval_sec": 0.0}
 FP16 = "branches/fp16_grad_scaler.py"
 NANO = '"nano": GPTConfig(n_layer=4, n_head=4, n_embd=128)'
-SMALL = '"nano": GPTConfig(n_layer=2, n_head=2, n_embd=32)'  # for what does not depend on the size
+SMALL = '"nano": GPTConfig(n_layer=2, n_head=2, n_embd=32)'  # for tests that do not depend on the size
 STEP = re.compile(
     r"step (?P<step>[ \d]{4}) \| loss (?P<loss>\d+\.\d{6}) \| "
     r"(?:lr (?P<lr>\d\.\d{4}e-\d\d) \| )?(?:norm (?P<norm>\d+\.\d{4}|inf|nan) \| )?"
@@ -52,12 +52,12 @@ SUMMARY = re.compile(
 
 
 def claim(file):
-    """What a test file shows: the first line of its docstring."""
+    """The claim that a test file checks: the first line of its docstring."""
     return ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))).splitlines()[0]
 
 
 class Progress:
-    """In place of dots: which claim is being tested and how much is left, every 20 seconds at least."""
+    """Print the claim under test and the number of tests left instead of dots, per file and about every 20 seconds."""
 
     def __init__(self, terminal):
         self.terminal, self.seen, self.finished, self.start, self.last = terminal, set(), 0, time.monotonic(), 0.0
@@ -85,13 +85,13 @@ class Progress:
             return outcome, "", outcome.upper()
 
 
-@pytest.hookimpl(trylast=True)  # pytest makes its reporter first
+@pytest.hookimpl(trylast=True)  # pytest must create its terminal reporter first
 def pytest_configure(config):
     if not hasattr(config, "workerinput") and config.get_verbosity() == 0:
         config.pluginmanager.register(Progress(config.pluginmanager.get_plugin("terminalreporter")))
 
 
-# The files that take longest. They begin first, so that all workers end together.
+# The slowest files. They start first, which lets all workers finish at about the same time.
 LONGEST = [f"test_{name}.py" for name in "commands mistakes scripts measure docs ranks pretrain numerics model".split()]
 
 
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(items):
 
 
 def since(rung, end=None, among=SCRIPTS):
-    """The scripts that stand on a rung, given by its number or its file, and not on another one."""
+    """The script `rung`, given by number or file, and those built on it, without `end` and those built on `end`."""
     first, last = (SCRIPTS[which] if isinstance(which, int) else which for which in (rung, end))
 
     def stands_on(script, base):
@@ -117,9 +117,9 @@ def since(rung, end=None, among=SCRIPTS):
 
 
 def versions(*definitions, among=SCRIPTS):
-    """Of some scripts, those in which one of these definitions, or a method of one, is not that of the file before.
+    """The scripts in which one of these definitions, or a method of one, differs from the file before.
 
-    What is true of them is true of all: test_ladder.py checks that the others have the same text, byte for byte.
+    It is enough to test these: test_ladder.py checks that the others have the same text, byte for byte.
     """
 
     def differs(rung):
@@ -128,7 +128,7 @@ def versions(*definitions, among=SCRIPTS):
     return [script for script in among if differs(RUNGS[script])]
 
 
-# All that a forward pass is made of.
+# The scripts in which a definition that the forward pass uses differs from the file before.
 MODEL = versions("GPTConfig", "MODELS", "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward")
 
 
@@ -138,7 +138,7 @@ def clips():
 
 
 def load(script):
-    """A script as a module. Its nano is that of SMALL; a tool that imported MODELS from it keeps the real one."""
+    """Import a script and shrink its nano to the size of SMALL. A tool that imported its MODELS keeps the real size."""
     module = importlib.import_module(Path(script).stem)
     if hasattr(module, "MODELS"):
         small = module.GPTConfig(n_layer=2, n_head=2, n_embd=32)
@@ -148,21 +148,21 @@ def load(script):
 
 
 def nano(script, seed=1337):
-    """The nano model of a script, as the script itself would begin to train it."""
+    """The nano model of a script, initialized from the seed as the script does it."""
     module = load(script)
     torch.manual_seed(seed)
     return module.GPT(module.MODELS["nano"])
 
 
 def save_gpt2(folder, change=None, **config):
-    """A small random GPT-2 of transformers, saved to a folder: (the folder, the model)."""
+    """Save a small random GPT-2 from transformers to a folder. Return (the folder, the model)."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32}
     model = GPT2LMHeadModel(GPT2Config(**shape | config)).eval()
     with torch.no_grad():
-        for name, p in model.named_parameters():  # biases too: zeros would hide one that is lost
+        for name, p in model.named_parameters():  # includes biases: if they were zero, a lost one would go unnoticed
             p.normal_(mean=float("ln_" in name and name.endswith("weight")), std=0.2)
         if change:
             change(model)
@@ -172,14 +172,14 @@ def save_gpt2(folder, change=None, **config):
 
 @dataclass
 class Step:
-    """A step of main(), seen from inside."""
+    """The tensors and printed fields that were recorded in one step of main()."""
 
-    logits: list = field(default_factory=list)  # of each micro-step, where it is not compiled
+    logits: list = field(default_factory=list)  # one tensor per micro-step; empty in a compiled run
     losses: list = field(default_factory=list)
-    before: dict = field(default_factory=dict)  # name -> weight, as the optimizer found it
-    grads: dict = field(default_factory=dict)  # name -> gradient, as the optimizer was given it
-    after: dict = field(default_factory=dict)  # name -> weight, as the optimizer left it
-    groups: list = field(default_factory=list)  # the settings of the optimizer's groups
+    before: dict = field(default_factory=dict)  # name -> weight before the optimizer step
+    grads: dict = field(default_factory=dict)  # name -> gradient passed to the optimizer
+    after: dict = field(default_factory=dict)  # name -> weight after the optimizer step
+    groups: list = field(default_factory=list)  # the settings of the optimizer's parameter groups
     printed: dict = field(default_factory=dict)  # the fields of the printed line
 
     @property
@@ -190,7 +190,7 @@ class Step:
 def play(script, *args, device="cpu", compiled=False, autocast=True, full=False, **environment):
     """Run a script's main() in this process and return what it printed.
 
-    Unless told, torch.compile is left out. With `full`, nano is as large as in a process of its own.
+    torch.compile is skipped unless `compiled` is set. With `full`, nano has its real size instead of SMALL's.
     """
     module, output = load(script), io.StringIO()
     torch.set_float32_matmul_precision("highest")
@@ -207,21 +207,21 @@ def play(script, *args, device="cpu", compiled=False, autocast=True, full=False,
         try:
             module.main()
         finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # main() may set its own
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # main() may have replaced this handler
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return output.getvalue()
 
 
 def watch(script, *args, compiled=False, **options):
-    """Run a script's main() in this process, as `play` does, and return its steps."""
+    """Run a script's main() in this process, as `play` does, and return the recorded steps."""
     steps, model = [Step()], None
 
     def forward(called, *inputs):
         nonlocal model
         if not torch.is_grad_enabled():
-            return nn.Module.__call__(called, *inputs)  # pretrain/train.py evaluates
+            return nn.Module.__call__(called, *inputs)  # an evaluation in pretrain/train.py
         model, logits = called, steps[-1].logits
-        if not compiled:  # a hook would be compiled, too, and change what the graph returns
+        if not compiled:  # in a compiled run, the hook would be compiled and change the graph's outputs
             hook = model.lm_head.register_forward_hook(lambda *seen: logits.append(seen[-1].detach().clone()))
         loss = nn.Module.__call__(model, *inputs)
         if not compiled:
@@ -230,7 +230,7 @@ def watch(script, *args, compiled=False, **options):
         return loss
 
     def before(optimizer, *_):
-        if model:  # else set_state_dict makes the moments by a step of no length
+        if model:  # model is None while set_state_dict creates the moments (a step at learning rate 0)
             steps[-1].groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             steps[-1].before = {name: p.detach().clone() for name, p in model.named_parameters()}
             steps[-1].grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -248,14 +248,14 @@ def watch(script, *args, compiled=False, **options):
     finally:
         for hook in hooks:
             hook.remove()
-    steps.pop()  # the one that did not come
+    steps.pop()  # the last one is empty: it was added after the final step
     for step, line in zip(steps, STEP.finditer(printed), strict=True):
         step.losses, step.printed = [loss.item() for loss in step.losses], line.groupdict()
     return steps
 
 
 class OnTheCpu(TorchFunctionMode):
-    """What is sent to a GPU stays on the CPU. `events` gets what Python would have to wait for."""
+    """Keep on the CPU what is sent to a GPU. Append to `events` each copy and each call for which Python would wait."""
 
     def __init__(self, events):
         super().__init__()
@@ -275,13 +275,13 @@ class OnTheCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def made_up_gpu(events=None, capability=(9, 0), *others):
-    """In this context torch finds a GPU for each of these compute capabilities; they compute on the CPU.
+    """In this context torch finds one GPU per compute capability. Their work runs on the CPU.
 
-    `events` gets their synchronisations, and the copies and reads of an OnTheCpu.
+    `events` receives their synchronizations and set_device calls, and the copies and waits recorded by OnTheCpu.
     """
     capabilities = [capability, *others]
 
-    def capability_of(device=0):  # the first GPU is the current one
+    def capability_of(device=0):  # the first GPU is PyTorch's current one
         return capabilities[getattr(device, "index", device) or 0]
 
     events, autocast = [] if events is None else events, torch.autocast
@@ -294,7 +294,7 @@ def made_up_gpu(events=None, capability=(9, 0), *others):
             (torch.cuda, "get_device_name", "Made Up GPU"),
             (torch.cuda, "get_device_properties", SimpleNamespace(uuid="1234-5678")),
             (torch.cuda, "max_memory_allocated", 3 * 2**30),
-            (torch.cuda, "mem_get_info", (20 * 2**30, 80 * 2**30)),  # free, and in all
+            (torch.cuda, "mem_get_info", (20 * 2**30, 80 * 2**30)),  # bytes free, bytes in total
         ):
             patch.setattr(owner, name, lambda *args, value=value, **options: value)
         patch.setattr(torch.cuda, "get_device_capability", capability_of)
@@ -312,13 +312,13 @@ def made_up_gpu(events=None, capability=(9, 0), *others):
 
 @pytest.fixture
 def no_evaluation(monkeypatch):
-    """pretrain/train.py evaluates nothing."""
+    """Replace the evaluation of pretrain/train.py with one that returns no scores."""
     monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: NO_SCORES)
 
 
 @pytest.fixture
 def refused(monkeypatch, capfd):
-    """Run a script in this process, which must end with one line on stderr that says why: what it printed."""
+    """Run a script in this process. It must exit with a one-line error on stderr. Return what it printed on stdout."""
 
     def refused(script, *args, says="", lines=1):
         module = load(script)
@@ -329,10 +329,10 @@ def refused(monkeypatch, capfd):
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit:
             exec(compile(ast.Module(guard.body, []), module.__file__, "exec"), vars(module))
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # main() may set its own
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # main() may have replaced this handler
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code, (printed, written) = exit.value.code, capfd.readouterr()
-        if isinstance(code, str):  # Python prints it, and the status is 1
+        if isinstance(code, str):  # Python prints it on stderr and exits with status 1
             code, written = 1, f"{written}{code}\n"
         assert code in (1, 2) and len(written.splitlines()) == lines, written
         assert re.match(rf"{Path(script).name}: error: .*{says}", written.splitlines()[-1], re.IGNORECASE), written
@@ -343,7 +343,7 @@ def refused(monkeypatch, capfd):
 
 @pytest.fixture
 def measured(request):
-    """Write a line to the terminal on what a test has measured, whatever else pytest shows."""
+    """Write a test's measurement to the terminal as one line, even while pytest captures output."""
     reporter, capture = map(request.config.pluginmanager.get_plugin, ("terminalreporter", "capturemanager"))
 
     def measured(text):
@@ -354,7 +354,7 @@ def measured(request):
 
 
 def trouble(errors):
-    """Of what a process wrote to stderr the lines that matter: an error, or a warning about a line of this project."""
+    """The lines of a process's stderr that are errors, or warnings about a line of this project."""
     ours = rf"{re.escape(str(ROOT))}/(?!\S*(?:site|dist)-packages/)"
     return [
         line for line in errors.splitlines() if re.search(rf"\b\w*(Error|Exception)\b|: error: |Traceback|{ours}", line)
@@ -363,22 +363,22 @@ def trouble(errors):
 
 @pytest.fixture(scope="session")
 def inductor_cache(request, tmp_path_factory):
-    """Where torch.compile keeps what it made, from one `make test` to the next if pytest has a cache."""
+    """The folder of torch.compile's cache. If pytest has a cache, it is kept from one `make test` to the next."""
     cache = getattr(request.config, "cache", None)
     return str(cache.mkdir("inductor") if cache else tmp_path_factory.mktemp("inductor"))
 
 
 def copy_project(folder, part=""):
-    """Copy the project, or one folder of it, but nothing that was built, cached or made by the README's commands.
+    """Copy the project, or one folder of it, without files that were built, cached or made by the README's commands.
 
-    The folder that pytest renames to .pytest_cache comes and goes while the tests of another process begin.
+    Folders named pytest-cache-files-* are left out: another test process may rename one to .pytest_cache meanwhile.
     """
     made = ".*", "__pycache__", "pytest-cache-files-*", "site", "runs", "checkpoints", "shards", "fineweb10B", "my-gpt2"
     return Path(shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(*made)))
 
 
 class Seen:
-    """What came of tests: the names of those that passed, and of each failure (setup or call, the exception)."""
+    """The outcome of a pytest run: the names of passed tests and, for each failure, (setup or call, the exception)."""
 
     def __init__(self):
         self.passed, self.failed = [], []
@@ -392,9 +392,9 @@ class Seen:
 
 @pytest.fixture
 def verdict(monkeypatch, tmp_path):
-    """Run tests of a copy of the project, in this process, and return (pytest's status, what was Seen).
+    """Run tests of a copy of the project in this process and return (pytest's exit status, a Seen).
 
-    The copy's modules are imported anew; torch and all that is installed are not.
+    The copy's modules are imported again; torch and other installed packages are not.
     """
 
     def modules_of(root):
@@ -408,7 +408,7 @@ def verdict(monkeypatch, tmp_path):
         deterministic = torch.are_deterministic_algorithms_enabled()
         for name in ours:
             del sys.modules[name]
-        # To rewrite asserts takes longer than most tests do, and so does the garbage that the others wait for
+        # Rewriting asserts takes longer than most of these tests, and so does the garbage collection of the plugins.
         plugins = "unraisableexception", "threadexception", "faulthandler", "cacheprovider", "xdist"
         words = *words, "-qx", "--assert=plain", f"--basetemp={tmp_path / 'tmp'}", "-c", root / "pyproject.toml"
         words += tuple(f"-pno:{name}" for name in plugins)
@@ -416,7 +416,7 @@ def verdict(monkeypatch, tmp_path):
             patch.chdir(root)
             patch.setattr(sys, "path", [entry for entry in path if ".venv" in entry or not entry.startswith(str(ROOT))])
             patch.setattr(sys, "dont_write_bytecode", True)
-            signal.signal(signal.SIGALRM, signal.default_int_handler)  # Ctrl-C, if a mistake makes it run on and on
+            signal.signal(signal.SIGALRM, signal.default_int_handler)  # acts as Ctrl-C on a test that does not end
             signal.alarm(300)
             status = pytest.main([str(word) for word in words], plugins=[seen])
             signal.alarm(0)
@@ -440,9 +440,9 @@ def commit_all(folder):
 
 
 def press_ctrl_c_at(pattern, command, folder, **environment):
-    """Run a command, as a terminal does, and press Ctrl-C at the first line that matches, if there is one.
+    """Run a command as a terminal does, and press Ctrl-C at the first line that matches the pattern, if any does.
 
-    Returns (what it printed to stdout and stderr, its status, or None if Ctrl-C was pressed).
+    Returns (its stdout and stderr, its exit status or None if Ctrl-C was pressed).
     """
     child = subprocess.Popen(
         command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -463,7 +463,7 @@ def press_ctrl_c_at(pattern, command, folder, **environment):
                 pressed = True
                 os.killpg(child.pid, signal.SIGINT)
                 limit.cancel()
-                limit = kill_in(120)  # TensorBoard ends at once, or in rare cases not at all
+                limit = kill_in(120)  # TensorBoard usually ends at once but in rare cases hangs
         status = child.wait()
     finally:
         limit.cancel()
@@ -473,7 +473,7 @@ def press_ctrl_c_at(pattern, command, folder, **environment):
 
 
 def give_packages(folder):
-    """Give a copy of the project the packages that `make` has installed, so that `make` finds them there."""
+    """Link the packages that `make` has installed into a copy of the project, where `make` looks for them."""
     if not (ROOT / ".venv" / "dev").exists():
         pytest.skip("make test has not made .venv")
     (folder / ".venv").symlink_to(ROOT / ".venv")
@@ -481,7 +481,7 @@ def give_packages(folder):
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
-    """A copy of the project whose nano is that of SMALL."""
+    """A copy of the project in which every script's nano has the size of SMALL."""
     folder = copy_project(tmp_path_factory.mktemp("small") / "ladder")
     for script in RUNGS:
         text = (folder / script).read_text(encoding="utf-8")
@@ -492,7 +492,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture
 def clone(small, tmp_path):
-    """The small project, a tenth of its text, in a repository of its own, with the packages that `make` installed."""
+    """A git repository with the `small` project, about a tenth of its text, and the packages that `make` installed."""
     folder = Path(shutil.copytree(small, tmp_path / "ladder"))
     (folder / "input.txt").write_bytes((ROOT / "input.txt").read_bytes()[:100_000])
     commit_all(folder)
@@ -502,7 +502,7 @@ def clone(small, tmp_path):
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory, inductor_cache):
-    """Run a script (or a list of words) in a process of its own: no network, an empty home, another folder."""
+    """Run a script in a separate process, without network access, in an empty home folder, and return the process."""
 
     def run(script, *args, torchrun=None, restarts=0, folder=ROOT, timeout=600, **environment):
         home = tmp_path_factory.mktemp("home")
@@ -510,9 +510,9 @@ def run(tmp_path_factory, inductor_cache):
         if torchrun:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
             command[1:1] = [*launcher, f"--nproc_per_node={torchrun}", f"--max-restarts={restarts}"]
-        kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"  # from LD_ on for a GPU
+        kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"  # from LD_ on: for GPUs
         env = {name: value for name, value in os.environ.items() if re.fullmatch(kept, name)}
-        packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # the user's own
+        packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # set by the user
         env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "offline"), *packages]))}
         env |= {"HOME": str(home), "TORCHINDUCTOR_CACHE_DIR": inductor_cache} | environment
         done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=timeout)

@@ -2,11 +2,11 @@
 
     python tests/kills.py 50        one line per kill, then the count; status 1 if anything was lost
 
-It trains nano with two ranks under torchrun (--ranks 1: with one) on the CPU, or with --device cuda on a GPU, and saves
-every 3 steps. Each kill waits for up to 6 new steps, and a third of them then for a save to begin. Each run after a
-kill begins where the last save that was finished ended, and no step is lost beyond that; at the end the losses of all
-steps, and the weights, are those of the undisturbed run, bit for bit. On a GPU, whose atomics add in any order, they
-are so near that a lost step would show.
+The run trains nano with two ranks under torchrun (--ranks 1: with one) on the CPU, or on a GPU with --device cuda. It
+saves every 3 steps. Each kill comes after up to 6 new steps; about a third of the kills then also wait for a save to
+begin. A resumed run must start from the last finished save. At the end, the losses of all steps and the weights must
+equal those of the undisturbed run, bit for bit. On a GPU, where the order of atomic additions varies, small differences
+are allowed; a lost step would make larger ones.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import psutil
 import torch
 
 ROOT, EVERY = Path(__file__).resolve().parent.parent, 3
-LOSS, WEIGHTS = 0.004, 1.5e-3  # how far apart a GPU's runs may be. test_ranks.py: a lost step is more, rounding less
+LOSS, WEIGHTS = 0.004, 1.5e-3  # tolerances on a GPU; test_ranks.py checks: rounding is below them, a lost step above
 
 
 def start(folder, args, steps):
@@ -36,12 +36,12 @@ def start(folder, args, steps):
 
 
 def family(process):
-    """torchrun, the ranks, the compiler's helpers."""
+    """The processes of a run: torchrun, its ranks and the compiler's helpers."""
     return [process, *psutil.Process(process.pid).children(recursive=True)]
 
 
 def kill(processes):
-    """All at once, as a power cut does."""
+    """Kill all processes at once, as a power cut would."""
     for victim in processes:
         try:
             victim.kill()
@@ -52,16 +52,16 @@ def kill(processes):
 
 
 def log(folder):
-    """step -> loss, of the lines that are whole; raises AssertionError if a step is there twice, or missing."""
+    """{step: loss} of the complete lines of a log. Raises AssertionError if a step is missing or repeated."""
     path = folder / "log.jsonl"
-    lines = path.read_text().split("\n")[1:-1] if path.exists() else []  # the first says what run it is
+    lines = path.read_text().split("\n")[1:-1] if path.exists() else []  # the first line describes the run
     found = {record["step"]: record["loss"] for record in map(json.loads, lines)}
     assert list(found) == list(range(len(lines))), f"the log has the steps {list(found)}"
     return found
 
 
 def changed(folder):
-    """When the log was written to: a run before this one may have left steps that this one does again."""
+    """When the log was last written. Its steps do not show that a resumed run has begun, as it may repeat some."""
     path = folder / "log.jsonl"
     return path.stat().st_mtime_ns if path.exists() else 0
 
@@ -71,20 +71,20 @@ def newest(folder):
 
 
 def unfinished(folder):
-    """(when it was written to, bytes) of a checkpoint without its name. A kill leaves it there until the next save."""
+    """(time of the last write, bytes) of an unfinished checkpoint. After a kill it stays until the next save."""
     found = []
     for path in folder.glob("*.pt.tmp"):
         try:
             found.append((path.stat().st_mtime_ns, path.stat().st_size))
-        except FileNotFoundError:  # it has got its name meanwhile
+        except FileNotFoundError:  # it was finished and renamed in the meantime
             pass
     return max(found, default=(0, 0))
 
 
 def compare(calm, stormy, exact):
-    """How far two runs are apart, the largest difference of a loss and the relative one of the weights.
+    """Compare two runs. Return the largest difference of a loss and the relative difference of the weights.
 
-    Raises AssertionError if one lacks a step.
+    Raises AssertionError if a step is missing or the runs differ by more than the tolerance.
     """
     losses, others = log(calm), log(stormy)
     assert losses.keys() == others.keys(), "not the same steps"
@@ -122,9 +122,9 @@ def main():
             while (len(log(stormy)) <= before + more or changed(stormy) == written) and process.poll() is None:
                 assert time.monotonic() < patience, "no such step in 300 s"
                 time.sleep(0.01)
-            victims = family(process)  # by now the ranks are there
+            victims = family(process)  # the ranks have started by now
             if in_a_save:
-                while unfinished(stormy)[0] <= left[0] and process.poll() is None:  # until some of one is written
+                while unfinished(stormy)[0] <= left[0] and process.poll() is None:  # until part of a save is written
                     pass
             else:
                 time.sleep(wait)

@@ -11,14 +11,15 @@ from conftest import FP16, STEP, load, play
 
 
 def train(monkeypatch, steps, blow_up=()):
-    """Run fp16_grad_scaler.py here: (its steps as printed, the weights that AdamW left in each step that it took)."""
+    """Run fp16_grad_scaler.py; return (its printed steps, the weights after each step AdamW took and at the end)."""
     module, left, calls = load(FP16), [], []
     forward, step = module.GPT.forward, torch.optim.AdamW.step
 
     def forward_and_blow_up(model, *inputs):
         loss = forward(model, *inputs)
         calls.append(model)
-        return loss * (1e5 if len(calls) - 1 in blow_up else 1)  # times 65536: beyond fp16, and the loss is not
+        # Multiplied by the scale of 65536, a gradient this large overflows fp16. The loss itself stays finite.
+        return loss * (1e5 if len(calls) - 1 in blow_up else 1)
 
     def step_and_look(optimizer, *args, **kwargs):
         step(optimizer, *args, **kwargs)
@@ -36,13 +37,13 @@ def test_a_step_whose_gradient_overflows_is_skipped_and_said(monkeypatch):
     assert [bool(line["skipped"]) for line in lines] == [False, True, False, True]
     assert [line["scale"] for line in lines] == ["65536", "32768", "32768", "16384"]
     assert not math.isfinite(float(lines[1]["norm"])) and math.isfinite(float(lines[2]["norm"]))
-    assert len(left) == 2 + 1  # AdamW took steps 0 and 2, and the last one changed nothing after it
+    assert len(left) == 2 + 1  # AdamW took steps 0 and 2; the third entry is the end of the run
     assert any(not torch.equal(a, b) for a, b in zip(left[0], left[1], strict=True))
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(left[1], left[2], strict=True))
 
 
 def test_a_scale_that_grows_is_no_skipped_step(monkeypatch):
-    """It doubles after 2,000 good steps; here after 2."""
+    """A growing scale is not reported as a skipped step. It doubles after 2,000 good steps by default; here after 2."""
     monkeypatch.setattr(
         torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=1024.0, growth_interval=2)
     )
@@ -52,7 +53,10 @@ def test_a_scale_that_grows_is_no_skipped_step(monkeypatch):
 
 
 def test_it_learns(monkeypatch):
-    """A public notebook's scaler never meets its optimizer: there the loss stays at 10.93 for 50 steps."""
+    """The loss falls in 30 steps. It would not if the scaler were not applied to the optimizer.
+
+    A public notebook has that mistake (docs/pages/rungs/fp16_grad_scaler.md): its loss stays at 10.93 for 50 steps.
+    """
     lines, _ = train(monkeypatch, 30)
     losses = [float(line["loss"]) for line in lines]
     assert not any(line["skipped"] for line in lines)

@@ -18,15 +18,15 @@ from conftest import EAGER, LONG, ROOT, RUNGS, STEP, SUMMARY, TRAIN, load, nano,
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 SIZES = ["--model", "nano", "--seq-len", 32, "--batch-size", 2, "--total-batch-size", 128]
-SIZES += ["--data", ROOT / "README.md"]  # any text will do, and a short one is soon tokenized
-SCHEDULE = ["--warmup-steps", 10, "--eval-every", 1000]  # of pretrain/train.py
+SIZES += ["--data", ROOT / "README.md"]  # any text will do; a short one is tokenized quickly
+SCHEDULE = ["--warmup-steps", 10, "--eval-every", 1000]  # flags of pretrain/train.py alone
 pytestmark = pytest.mark.usefixtures("no_evaluation")
 SAVING = since(LONG, among=list(RUNGS))
 WEIGHTS = versions("main", among=since("ddp_run.py", among=list(RUNGS)))  # the scripts with --save
 
 
 def train(steps, *args, script=LONG):
-    """Steps of a short run in this process, uncompiled."""
+    """Train briefly in this process, uncompiled, and return the steps."""
     return watch(script, *SIZES, "--steps", steps, *args, *SCHEDULE * (script == TRAIN))
 
 
@@ -35,7 +35,7 @@ def curve(steps):
 
 
 def records(log):
-    """What a log has of each step; evaluations are left out."""
+    """A log's records of training steps, without its records of evaluations."""
     return [record for record in map(json.loads, log.read_text().splitlines()) if "loss" in record]
 
 
@@ -44,7 +44,7 @@ def names(folder):
 
 
 def save(script, folder, keep=1, **run):
-    """A checkpoint of a tiny model."""
+    """Save a checkpoint of a tiny model."""
     model = torch.nn.Linear(1, 1)
     args = SimpleNamespace(rank=0, log_file=None, checkpoint_dir=folder, keep=keep)
     load(script).save_checkpoint(args, run, model, torch.optim.SGD(model.parameters()), None)
@@ -52,13 +52,13 @@ def save(script, folder, keep=1, **run):
 
 @pytest.fixture
 def script():
-    """Where a test says nothing else."""
+    """The script that a test uses unless it is parametrized with another."""
     return LONG
 
 
 @pytest.fixture(scope="module")
 def whole():
-    """Script -> the steps of a run that nothing happens to."""
+    """A function that returns the steps of a script's undisturbed run."""
     return functools.cache(lambda script: train(8, script=script))
 
 
@@ -69,7 +69,7 @@ def undisturbed(whole, script):
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    """Script -> what a run of 8 steps left, saved at 3 and at 6, as if it had been killed before it saved the last."""
+    """A function that returns the folder of a script's 8-step run, saved at 3 and 6 and killed before its last save."""
 
     @functools.cache
     def left(script):
@@ -86,7 +86,7 @@ def left(tmp_path_factory):
 
 @pytest.fixture
 def saved(left, script, tmp_path, monkeypatch):
-    """The folder of its checkpoints, in a copy; log.jsonl is beside it, in the folder that the tests run in."""
+    """A copy of the checkpoints that `left` made. Its parent folder, with log.jsonl, is the current folder."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(left(script), tmp_path, dirs_exist_ok=True)
     return tmp_path / "saved"
@@ -94,7 +94,7 @@ def saved(left, script, tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_start(refused, script, monkeypatch):
-    """A run of these sizes that must be refused."""
+    """Start a run with SIZES that must be refused."""
     module = load(script)
     monkeypatch.setitem(module.MODELS, "gpt2", module.GPTConfig(n_layer=1, n_head=1, n_embd=8))
     return functools.partial(refused, script, "--device", "cpu", *SIZES, "--steps", 8, *SCHEDULE * (script == TRAIN))
@@ -109,7 +109,7 @@ def test_a_checkpoint_holds_all_that_the_training_is(tmp_path, script):
     assert checkpoint["position"] == 6 * 128
     assert checkpoint["task"].items() >= {"--model": "nano", "--seq-len": 32, "--total-batch-size": 128}.items()
     model = nano("speedup_10_fused_adamw.py")
-    model.load_state_dict(checkpoint["model"])  # strict: plain names, all of them
+    model.load_state_dict(checkpoint["model"])  # strict: exactly the model's own names
     assert checkpoint["optim"]["state"].keys() == dict(model.named_parameters()).keys()
     assert {float(state["step"]) for state in checkpoint["optim"]["state"].values()} == {6.0}
 
@@ -131,12 +131,12 @@ def test_save_leaves_the_final_weights_for_every_script_of_this_shape(tmp_path, 
     assert {p.device.type for p in weights.values()} == {"cpu"}
     for other in since(7):
         model = nano(other)
-        model.load_state_dict(weights)  # strict: plain names, all of them
+        model.load_state_dict(weights)  # strict: exactly the model's own names
         assert all(torch.equal(p, last.after[name]) for name, p in model.named_parameters())
 
 
 def full_disk():
-    """From here on a file of more than 1 MiB has no room; call what is returned to end it."""
+    """Limit every file to 1 MiB, as if the disk were full. Call the returned function to lift the limit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -146,7 +146,7 @@ def full_disk():
 def test_save_writes_all_of_it_or_nothing_and_says_so_before_training_if_it_can(tmp_path, script, refused, monkeypatch):
     words = "--device", "cpu", *SIZES, "--steps", 2, *SCHEDULE * (script == TRAIN)
     (tmp_path / "file").touch()
-    os.mkfifo(tmp_path / "pipe")  # no file, as /dev/null is none
+    os.mkfifo(tmp_path / "pipe")  # not a regular file, like /dev/null
     path = tmp_path / "weights.pt"
     path.write_text("of an earlier run")
     before = names(tmp_path)
@@ -180,7 +180,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(saved, undisturbed, tm
 
 @pytest.mark.parametrize("script", SAVING)
 def test_no_step_draws_a_random_number(script):
-    """So a checkpoint needs no states of generators."""
+    """Training steps draw no random numbers, which is why a checkpoint stores no generator states."""
     states = []
     hook = register_optimizer_step_pre_hook(lambda *_: states.append(torch.get_rng_state()))
     try:
@@ -198,7 +198,7 @@ def test_other_micro_batches_go_on_with_the_same_text(saved, undisturbed):
 def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(undisturbed, tmp_path):
     arguments = "--checkpoint-dir", tmp_path / "new" / "folder", "--resume", "--log-file", tmp_path / "log.jsonl"
     assert curve(train(8, *arguments)) == curve(undisturbed)
-    assert train(8, *arguments) == []  # a requeued job that was done
+    assert train(8, *arguments) == []  # a finished job that was requeued
     assert [record["step"] for record in records(tmp_path / "log.jsonl")] == list(range(8))
 
 
@@ -231,7 +231,7 @@ def test_the_newest_is_found_whatever_the_number_of_its_digits(tmp_path, script)
 
 @pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
 def test_a_checkpoint_of_a_gpu_is_read_where_there_is_none(tmp_path, monkeypatch, script):
-    """And with several GPUs not into the first of them by every rank."""
+    """A checkpoint from a GPU loads onto the CPU: loading needs no GPU, and ranks do not all load it onto GPU 0."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         save(script, tmp_path, step=1)
@@ -250,7 +250,7 @@ def damage(path, how):
         path.write_text("To be, or not to be")
     elif how == "no zip":
         path.write_bytes(bytes(5000))
-    else:  # a checkpoint that runs a command when it is read
+    else:  # a checkpoint that runs a command when it is unpickled
         checkpoint = torch.load(path, weights_only=True)
         torch.save(checkpoint | {"args": Command(path.parent / "ran")}, path)
 
@@ -309,13 +309,13 @@ def test_what_another_run_left_is_not_touched(saved, tmp_path, no_start, script)
     no_start("--checkpoint-dir", saved, says="has checkpoints: --resume")
     no_start("--log-file", tmp_path / "log.jsonl", says="not the log of this run")
     new = "--checkpoint-dir", tmp_path / "new", "--resume"
-    for _ in range(2):  # to be refused is not to have begun
+    for _ in range(2):  # a refused run does not count as begun, so the second is refused as well
         no_start(*new, "--log-file", tmp_path / "log.jsonl", says="not the log of this run")
     train(3, "--checkpoint-dir", tmp_path / "other", "--log-file", tmp_path / "other.jsonl", script=script)
     other = "--checkpoint-dir", tmp_path / "other", "--resume"
     no_start(*other, "--log-file", "log.jsonl", says="not the log of this run")
     assert (names(saved), (tmp_path / "log.jsonl").read_bytes()) == before
-    torch.save({"weights": torch.zeros(3)}, tmp_path / "new" / "step_00000009.pt")  # of another program
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "new" / "step_00000009.pt")  # another program's
     no_start("--checkpoint-dir", tmp_path / "new", says="has checkpoints: --resume")
     no_start(*new, says="of another run: --model None, not nano")
     (tmp_path / "new" / "step_00000009.pt").unlink()
@@ -325,7 +325,7 @@ def test_what_another_run_left_is_not_touched(saved, tmp_path, no_start, script)
 
 
 def killed(*args):
-    raise KeyboardInterrupt  # what comes after it is not done
+    raise KeyboardInterrupt  # as after a kill, nothing later runs
 
 
 def test_a_run_that_was_killed_before_it_saved_begins_its_log_again(undisturbed, tmp_path, monkeypatch):
@@ -345,7 +345,7 @@ def test_a_log_that_lacks_what_the_checkpoint_knows_is_refused_and_left(saved, t
         log.write_text(left)
         no_start("--checkpoint-dir", saved, "--resume", "--log-file", log.name, says="log.jsonl is not the log of this")
         assert log.read_text() == left
-    train(7, "--checkpoint-dir", saved, "--resume")  # without a log it goes on, and the log can be found again
+    train(7, "--checkpoint-dir", saved, "--resume")  # it resumes without a log, and the log may be restored later
     log.write_text(whole)
     train(8, "--checkpoint-dir", saved, "--resume", "--log-file", log.name)
     assert [record["step"] for record in records(log)] == [*range(6), 7]
@@ -353,7 +353,7 @@ def test_a_log_that_lacks_what_the_checkpoint_knows_is_refused_and_left(saved, t
 
 
 def test_a_first_try_that_came_to_nothing_is_not_in_the_way_of_another(tmp_path, no_start):
-    """Its folder and its log hold no step."""
+    """After a run was refused because of its log, another run may use its folder. The log is unchanged."""
     saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
     log.write_text("mine")
     no_start("--checkpoint-dir", saved, "--log-file", log, says="log.jsonl is not the log of this run")
@@ -362,7 +362,7 @@ def test_a_first_try_that_came_to_nothing_is_not_in_the_way_of_another(tmp_path,
 
 
 def test_model_and_init_from_are_told_apart(saved, tmp_path):
-    """And one folder of weights from another."""
+    """Resuming is refused if --init-from replaces --model, or if --init-from names another folder of weights."""
     words = [word for word in SIZES if word not in ("--model", "nano")]
     save_gpt2(tmp_path / "nano"), save_gpt2(tmp_path / "other")
     with pytest.raises(load(LONG).UserError, match="of another run: --model nano, not None"):
@@ -406,7 +406,7 @@ def test_a_full_disk_ends_the_run_and_the_last_good_checkpoint_serves(saved, und
         )
     finally:
         end()
-    assert names(saved) == ["step_00000003.pt", "step_00000006.pt"]  # what was written of another is gone
+    assert names(saved) == ["step_00000003.pt", "step_00000006.pt"]  # the partly written file is gone
     assert curve(train(8, "--checkpoint-dir", saved, "--resume")) == curve(undisturbed)[6:]
 
 
@@ -439,7 +439,7 @@ def test_a_signal_ends_a_run_of_its_own_and_saves_it(tmp_path, number):
             lines.append(line)
             if STEP.match(line) and STEP.match(line)["step"] == "   2":
                 process.send_signal(number)
-                process.send_signal(number)  # a scheduler's, and then torchrun's
+                process.send_signal(number)  # one as from the scheduler, then one as from torchrun
     assert process.returncode == 1
     steps = [match.groupdict() for match in STEP.finditer("".join(lines))]
     assert 3 <= len(steps) <= 10
@@ -454,7 +454,7 @@ def test_a_kill_while_saving_costs_that_checkpoint_alone(saved, undisturbed, tmp
     def cut(state, file):
         file.write(pickle.dumps(state["step"]))
         file.flush()
-        shutil.copytree(saved, at_the_kill)  # what comes after it is not done: no rename, no tidying
+        shutil.copytree(saved, at_the_kill)  # as after a kill, neither rename nor cleanup follows
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -472,7 +472,7 @@ def test_a_damaged_checkpoint_is_not_one_of_those_kept(saved):
 
 
 def test_what_a_user_puts_beside_the_checkpoints_stays(saved):
-    """And neither a clock that was set back nor a damaged file of a later step takes the place of the new one."""
+    """A user's files stay. Neither file times in the future nor a damaged later checkpoint displace the new one."""
     for name in ("step_best.pt", "step_6.pt", "weights.pt"):
         shutil.copy(saved / "step_00000006.pt", saved / name)
     damage(saved / "step_00000006.pt", "cut short")
@@ -490,7 +490,7 @@ def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, script)
         size = (tmp_path / "step_00000001.pt.tmp").stat().st_size
         events.append((name, path.exists()))
         real(*args)
-        assert name == "fsync" or path.stat().st_size == size  # all of it was there
+        assert name == "fsync" or path.stat().st_size == size  # the file was complete before the rename
 
     for name in ("fsync", "replace"):
         monkeypatch.setattr(os, name, functools.partial(look, name, getattr(os, name)))
@@ -501,7 +501,7 @@ def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, script)
 
 @pytest.mark.parametrize("script", versions("main", among=SAVING))
 def test_the_time_left_is_that_of_the_steps_to_come_and_compilation_does_not_count(monkeypatch, script):
-    reads = [1000, 1600]  # the first step compiles for 10 minutes, each of the others takes 30 seconds
+    reads = [1000, 1600]  # the first step compiles for 10 minutes; each later step takes 30 seconds
     clock = iter([*reads, *range(2000, 9000, 30)])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     assert [step.printed["left"] for step in train(5, script=script)] == [None, "1.5", "1.0", "0.5", "0.0"]

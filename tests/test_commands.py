@@ -17,14 +17,14 @@ from conftest import EAGER, ROOT, SCRIPTS, play, press_ctrl_c_at
 FOLDERS = "branches pretrain measure dev docs".split()
 PROGRAMS = "make python uv pip torchrun git source tensorboard ghp-import apt nvidia-smi code cp printf".split()
 
-# Commands that no test runs, by the reason why not. Every other command that is found is run.
+# Commands that test_a_command_works_as_it_stands does not run, by reason. It runs every other command that is found.
 NOT_RUN = {
     "it is part of a sentence, not a whole command": [
         "git diff",
         "git grep",
         "git restore",
         "torchrun --standalone --nproc_per_node=8",
-        "make figures ARGS=results/FOLDER",  # test_publish.py writes from named folders
+        "make figures ARGS=results/FOLDER",  # test_publish.py passes named folders
         'make compare ARGS="results/ONE results/OTHER"',
         "make compare",
         "make plot",
@@ -35,7 +35,7 @@ NOT_RUN = {
     "it installs packages or asks for them": [
         "uv run speedup_03_bf16.py",  # test_scripts.py runs it
         "pip install -r requirements.txt",
-        "pip install -r requirements-dev.txt",  # make test does
+        "pip install -r requirements-dev.txt",  # `make test` runs it
         "pip install -r pretrain/requirements.txt",
         "pip install ghp-import",
         "pip install -q tiktoken",
@@ -52,7 +52,7 @@ NOT_RUN = {
         'make test ARGS="tests/test_mistakes.py -k WORD"',
         'make test ARGS="-n 0 -m gpu"',
         "python -m pytest tests/test_model.py -v",
-        "python tests/kills.py 50",  # test_ranks.py runs it with 3
+        "python tests/kills.py 50",  # test_ranks.py runs it with 3 kills
     ],
     "it needs a repository elsewhere": [
         "git clone ADDRESS ladder",
@@ -78,7 +78,7 @@ NOT_RUN = {
         "nvidia-smi topo -m",
         "python measure/machine.py --device cuda",
         "python measure/roof.py --model gpt2 --batch-size 4",
-        "python measure/peers.py plain",  # with GPT-2 124M at B 4 and T 1024
+        "python measure/peers.py plain",  # it trains GPT-2 124M at B 4 and T 1024
         "python measure/peers.py compiled",
         "python measure/peers.py trainer",
         "python measure/attention.py",  # test_branches.py runs it with short sequences
@@ -89,7 +89,7 @@ NOT_RUN = {
     ],
     "it needs several GPUs": [
         "torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500 --rdzv-id=1 "
-        "pretrain/long_run.py --checkpoint-dir checkpoints --resume",  # test_ranks.py: two torchruns on a CPU
+        "pretrain/long_run.py --checkpoint-dir checkpoints --resume",  # test_ranks.py runs two torchruns on a CPU
         "torchrun --standalone --nproc_per_node=2 branches/fsdp_run.py --model gpt2-xl",
         "torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 "
         "--hellaswag Rowan/hellaswag --checkpoint-dir runs/gpt2 --resume --log-file runs/gpt2.jsonl "
@@ -107,7 +107,7 @@ NOT_RUN = {
 }
 REASONS = {command: reason for reason, commands in NOT_RUN.items() for command in commands}
 
-# What must exist before a command is run: lines of bash. $TRAINED is a folder of checkpoints.
+# {pattern of a command: bash lines that create the files it needs}. $TRAINED is a folder of checkpoints.
 PARQUET = 'python -c \'import pandas; pandas.DataFrame({{"text": ["To be"] * 99}}).to_parquet("{}")\''
 BEFORE = {
     r"--data my\.txt": "cp input.txt my.txt",
@@ -134,7 +134,7 @@ BEFORE = {
     'touches = ["main"]\\nlimit = 2\\n\\n[[rung]]\\n&/\' ladder.toml',
 }
 
-# A long command has shown that it works once it prints the first of these; then Ctrl-C, and it ends with the second.
+# A long command is stopped with Ctrl-C at the first line that matches a key. Its output must then match the value.
 LONG = {
     r"^step +1 \|": r"^median of steps ",
     r"^pass 1/\d  baseline\.py: \S+ ms\b": r"^not finished: run the same command again$",
@@ -144,7 +144,7 @@ LONG = {
 
 
 def commands():
-    """{command: the file where a reader finds it}"""
+    """{command: the file in which a reader finds it}"""
     found = {}
 
     def add(command, where):
@@ -152,12 +152,12 @@ def commands():
 
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-        text = re.sub(r"<!-- results, .*?<!-- end of", "", text, flags=re.DOTALL)  # how it was measured
+        text = re.sub(r"<!-- results, .*?<!-- end of", "", text, flags=re.DOTALL)  # commands of past measurements
         blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
         for language, block in blocks.findall(text):
             assert language in ("", "bash", "text", "python"), f"{name}: ```{language}"
             for line in block.replace("\\\n", "").splitlines():
-                if language in ("", "bash") or line.startswith("!"):  # the latter in a notebook's cell
+                if language in ("", "bash") or line.startswith("!"):  # "!" marks a command in a notebook cell
                     add(line.removeprefix("!"), name)
         for span in re.findall(r"`([^`]+)`", blocks.sub("", text)):
             if span.split()[0] in PROGRAMS and " " in span:
@@ -185,13 +185,13 @@ RUN = [command for command in FOUND if command not in REASONS.keys() | SAME]
 def test_a_command_that_is_not_run_is_still_there():
     assert REASONS.keys() - FOUND.keys() == set()
     assert [pattern for pattern in BEFORE if not any(re.search(pattern, command) for command in FOUND)] == []
-    assert len(FOUND) > 100  # all places are looked at
+    assert len(FOUND) > 100  # fewer would mean that some places were not searched
     assert {Path(where).parts[0] for where in FOUND.values()} >= {"README.md", "CONTRIBUTING.md", "docs", "make help"}
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """What a run leaves in its folder: a checkpoint, the best one, TensorBoard's folder."""
+    """A folder as a run leaves it: with a checkpoint, the best checkpoint and TensorBoard's folder."""
     folder = tmp_path_factory.mktemp("trained")
     sizes = "--steps", 1, "--batch-size", 1, "--seq-len", 16, "--total-batch-size", 16
     play("pretrain/long_run.py", *sizes, "--checkpoint-dir", folder)
@@ -206,7 +206,7 @@ def test_a_command_works_as_it_stands(command, clone, trained):
     before = [text for pattern, text in BEFORE.items() if re.search(pattern, command)]
     script = "\n".join(["set -e", "source .venv/bin/activate", *before, command])
     env = {"HOME": str(clone.parent), "PYTHONPATH": str(ROOT / "tests" / "offline"), "CUDA_VISIBLE_DEVICES": ""}
-    env |= {"TRAINED": str(trained)} | EAGER  # test_scripts.py runs them compiled
+    env |= {"TRAINED": str(trained)} | EAGER  # test_scripts.py runs the scripts compiled
     printed, status = press_ctrl_c_at("|".join(LONG), ["bash", "-c", script], clone, **env)
     if status is None:
         start = next(start for start in LONG if re.search(start, printed, re.MULTILINE))
@@ -218,7 +218,7 @@ def test_a_command_works_as_it_stands(command, clone, trained):
 
 
 def test_three_commands_of_the_readme_lead_from_a_text_to_a_model_that_writes(clone):
-    """One after the other, as a reader types them, but with few steps of few tokens."""
+    """The README's three commands, run in order with few steps and tokens, train on a text and write a sample."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = [block for block in re.findall(r"```\n(.*?)```", readme, re.DOTALL) if "my.txt" in block]
     join, train, sample = block.splitlines()

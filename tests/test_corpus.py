@@ -34,7 +34,7 @@ encode = tiktoken.get_encoding("gpt2").encode_ordinary
 
 @pytest.fixture(scope="session")
 def documents():
-    """A few thousand texts, some of them awkward."""
+    """A few thousand documents, including an empty one, rare tokens and unusual characters."""
     parts = (ROOT / "input.txt").read_text(encoding="utf-8").split("\n\n")
     return [
         *parts,
@@ -48,26 +48,26 @@ def documents():
 
 @pytest.fixture(scope="session")
 def tokens(documents):
-    """What their shards must hold together."""
+    """The tokens that all shards of these documents must contain, in order."""
     return np.array([token for text in documents for token in [END, *encode(text)]])
 
 
 @pytest.fixture(scope="session")
 def files(documents, tmp_path_factory):
-    """The same documents as JSON lines, as two Parquet files, and as text files."""
+    """The documents as a JSON Lines file and as two Parquet files, and the last 30 of them as text files."""
     folder = tmp_path_factory.mktemp("corpus")
     rows = [json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents)]
     (folder / "all.jsonl").write_text("".join(rows), encoding="utf-8")
     for i, part in enumerate((documents[:3000], documents[3000:])):
         pandas.DataFrame({"text": part, "id": range(len(part))}).to_parquet(folder / f"{i}.parquet", row_group_size=700)
     for i, text in enumerate(documents[-30:]):
-        name = "[1].txt" if i == 7 else f"{i:02d}.txt"  # no pattern, but a name
+        name = "[1].txt" if i == 7 else f"{i:02d}.txt"  # a file name that looks like a glob pattern
         (folder / name).write_bytes(text.encode())
     return folder
 
 
 def shards(folder):
-    """In the order of their numbers."""
+    """The shards in a folder, in the order of their numbers."""
     return [Shard(path) for path in sorted(folder.glob("*.bin"), key=lambda path: path.stem.split("_")[-1])]
 
 
@@ -77,7 +77,7 @@ def joined(folder):
 
 @pytest.fixture
 def shard(monkeypatch, capfd):
-    """Run fineweb.py in this process: what it printed."""
+    """Run fineweb.py in this process and return what it printed."""
 
     def shard(*words):
         monkeypatch.setattr("sys.argv", ["fineweb.py", *map(str, words)])
@@ -105,9 +105,9 @@ def test_no_document_is_lost_or_written_twice(shard, files, tokens, tmp_path, ki
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all.jsonl", "*.parquet"])
 def test_a_killed_run_goes_on_to_the_same_shards(files, tmp_path, kind):
-    """Killed with SIGKILL twice, early and late in its work; the same command goes on."""
+    """After SIGKILL early and late in its work, the same command completes the shards of an undisturbed run."""
     out = tmp_path / "shards"
-    inputs = sorted(files.glob(kind)) * 3  # or it could end before it is killed
+    inputs = sorted(files.glob(kind)) * 3  # otherwise it might end before it is killed
     command = [sys.executable, ROOT / "pretrain/fineweb.py", *inputs, "--shard-size", "1000", "--out"]
     subprocess.run([*command, tmp_path / "undisturbed"], check=True, capture_output=True)
     for count in (1, 60):
@@ -118,7 +118,7 @@ def test_a_killed_run_goes_on_to_the_same_shards(files, tmp_path, kind):
         assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
     subprocess.run([*command, out], check=True, capture_output=True)
     names = sorted(path.name for path in (tmp_path / "undisturbed").glob("*.bin*"))
-    assert sorted(path.name for path in out.glob("*.bin*")) == names and len(names) > 1800  # half are checksums
+    assert sorted(path.name for path in out.glob("*.bin*")) == names and len(names) > 1800  # half are checksum files
     for name in names:
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), name
     assert not list(out.glob("*.tmp"))
@@ -133,7 +133,7 @@ def test_less_than_one_shard_is_divided_and_a_second_run_does_nothing(shard, ref
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.bin")}
     shard(*arguments)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.bin")} == before
-    (tmp_path / "shards" / "shard_train_000001.bin").unlink()  # "complete" would be untrue
+    (tmp_path / "shards" / "shard_train_000001.bin").unlink()  # the set is no longer complete
     refused("pretrain/fineweb.py", *arguments, says=".*shard_train_000001.bin")
 
 
@@ -188,9 +188,9 @@ def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, ca
     monkeypatch.setattr("sys.argv", ["fineweb.py", *arguments])
     with pytest.raises(SystemExit) as exit:
         fineweb.main()
-    assert exit.value.code == (1 if "alone" in case else 2)  # there a shard was written already
+    assert exit.value.code == (1 if "alone" in case else 2)  # it fails after writing a shard
     written = capfd.readouterr().err
-    lines = [line for line in re.split(r"[\r\n]", written) if line and "tokens/s]" not in line]  # the progress bar
+    lines = [line for line in re.split(r"[\r\n]", written) if line and "tokens/s]" not in line]  # no progress bar
     assert len(lines) == 1 and re.match(f"fineweb.py: error: .*{pattern}", lines[0]), written
     assert {path: path.read_bytes() for path in here} == here
     assert (tmp_path / "new").exists() == ("alone" in case)
@@ -204,12 +204,12 @@ def test_a_hub_that_cannot_be_reached_is_one_line(run, tmp_path):
 
 
 def public(tokens, magic=20240520, version=1, **_):
-    """The bytes of a shard by llm.c's description (its data_common.py)."""
+    """The bytes of a shard, built from the format's description in llm.c's data_common.py."""
     return struct.pack("<256i", magic, version, len(tokens), *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens)
 
 
 def test_a_public_shard_is_trained_on(tmp_path, monkeypatch):
-    """Named as on the hub, no checksum beside it: training reads the one, validation the other."""
+    """Shards named as on the hub, without checksum files, are used: one for training, one for validation."""
     folder = tmp_path / "finewebedu10B"
     folder.mkdir()
     held_out, text = np.array_split(encode((ROOT / "input.txt").read_text(encoding="utf-8")[:60_000]), [3000])
@@ -226,7 +226,7 @@ def test_a_public_shard_is_trained_on(tmp_path, monkeypatch):
 
 
 def test_anybody_can_read_what_is_written(shard, files, tokens, tmp_path):
-    """By the description of the format alone, and sha256sum finds every file whole."""
+    """The format's description is enough to read every shard, and sha256sum confirms every checksum."""
     shard(files / "all.jsonl", "--out", tmp_path, "--shard-size", 50_000)
     kinds, found = [], []
     for path in sorted(tmp_path.glob("*.bin"), key=lambda path: path.name[-10:]):
@@ -243,7 +243,7 @@ def test_anybody_can_read_what_is_written(shard, files, tokens, tmp_path):
 
 
 def damaged(name, data):
-    """A shard's bytes with one thing wrong."""
+    """A shard's bytes with one kind of damage."""
     if name == "cut short":
         return data[:-2]
     if name == "no header":
@@ -253,7 +253,7 @@ def damaged(name, data):
     if name == "no tokens":
         return public([])
     if name == "another magic number":
-        return public(range(3000), magic=20240801)  # llm.c's, for the vocabulary of Llama 3
+        return public(range(3000), magic=20240801)  # llm.c's number for the Llama 3 vocabulary
     if name == "another version":
         return public(range(3000), version=2)
     if name == "another vocabulary":
@@ -286,7 +286,7 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
         Path(f"{path}.sha256").unlink()
     with pytest.raises(ValueError, match=re.escape(f"{path} {DAMAGE[name]}")):
         Shard(path)[:]
-    if name in ("a flipped bit", "another vocabulary"):  # seen when training comes to it; the other shard stays good
+    if name in ("a flipped bit", "another vocabulary"):  # found only when the shard is read; the other is good
         loader = train.DataLoaderLite(tmp_path, 1, 100)
         with pytest.raises(ValueError, match=re.escape(str(path))):
             for _ in range(60):
@@ -299,12 +299,15 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
 def test_shards_whose_names_do_not_say_what_they_are_for_are_refused(names, tmp_path, refused):
     for name in names:
         write_shard(tmp_path / f"{name}.bin", np.arange(3000))
-    words = "--data", tmp_path, "--steps", 1, "--total-batch-size", 512  # or a mistake would train for hours
+    words = "--data", tmp_path, "--steps", 1, "--total-batch-size", 512  # short, in case it is not refused
     refused(TRAIN, *words, says=rf"{re.escape(str(tmp_path))}: \d shards are named .* both")
 
 
 def test_a_shard_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Or a power cut leaves a file of the right size, full of zeros. Its checksum is there first."""
+    """A shard is flushed to disk before it gets its name, and its checksum file is written first.
+
+    Without the flush, a power cut could leave a file of the right size that is full of zeros.
+    """
     path, events, fsync, replace = shard_path(tmp_path, 1), [], os.fsync, os.replace
 
     def look(name, real, *args):
@@ -322,7 +325,7 @@ def test_a_shard_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Shards of 100 (for validation), 1000, 1337, 1000 and 41 tokens, no two of which are the same."""
+    """Shards of 100 (for validation), 1000, 1337, 1000 and 41 tokens. No token occurs twice."""
     folder = tmp_path_factory.mktemp("shards")
     start = 0
     for i, size in enumerate((100, 1000, 1337, 1000, 41)):
@@ -353,7 +356,7 @@ def test_each_token_is_read_once_per_epoch_whatever_the_ranks(corpus, world_size
 def test_each_epoch_and_each_seed_orders_the_shards_anew(corpus):
     def order(seed, epoch):
         tokens = train.DataLoaderLite(corpus, 1, 1, seed=seed).read(3378 * epoch, 3378)
-        return [int(token) for token in tokens if token in (100, 1100, 2437, 3437)]  # the first of each shard
+        return [int(token) for token in tokens if token in (100, 1100, 2437, 3437)]  # the first token of each shard
 
     orders = {(seed, epoch): order(seed, epoch) for seed in range(4) for epoch in range(4)}
     assert all(sorted(order) == [100, 1100, 2437, 3437] for order in orders.values())
@@ -364,7 +367,7 @@ def test_each_epoch_and_each_seed_orders_the_shards_anew(corpus):
 
 def test_a_place_in_the_stream_is_one_number(corpus):
     first, second = (train.DataLoaderLite(corpus, 3, 11) for _ in range(2))
-    for _ in range(150):  # over the end of an epoch, and of every shard
+    for _ in range(150):  # past the end of every shard and of an epoch
         first.next_batch()
     second.position = first.position
     for _ in range(150):

@@ -27,7 +27,7 @@ B, T = 4, 32
 
 
 def listed(function):
-    """The kernels of a function."""
+    """The kernels that counts.Counter records while a function runs."""
     with counts.Counter() as counter:
         function()
     return counter.kernels
@@ -35,7 +35,7 @@ def listed(function):
 
 @pytest.fixture(scope="module")
 def step():
-    """A step of nano, counted once."""
+    """Count the kernels of a rung's step with nano. A repeated call returns the first result."""
     done = {}
 
     def step(number, cuda=True):
@@ -54,7 +54,7 @@ def test_the_flops_are_those_of_the_formula_but_for_what_is_named(number, step):
     config = counts.MODELS["nano"]
     L, C, V = config.n_layer, config.n_embd, config.vocab_size
     expected = B * T * roof.flops_per_token(config, T)
-    if "06" <= number <= "99":  # 2 products of attention, then 5, of the T (T + 1) / 2 scores below the diagonal
+    if "06" <= number <= "99":  # flash: 2 matmuls forward and 5 backward, on the T (T + 1) / 2 unmasked scores
         expected += L * B * C * 2 * (7 * T * (T + 1) // 2 - 6 * T * T)
     if "07" <= number <= "99":
         expected += 6 * B * T * C * (50304 - V)
@@ -66,7 +66,7 @@ def test_products_are_made_in_the_rungs_precision(number, step):
     assert {kernel.precision for kernel in step(number)} == {RUNGS[number].precision, ""}
 
 
-# ---- bytes, by hand
+# ---- bytes, computed by hand
 
 
 def test_the_bytes_of_a_product():
@@ -81,7 +81,7 @@ def test_the_bytes_of_the_masked_softmax():
     n = scores.numel()
     assert [(kernel.name, kernel.bytes) for kernel in kernels] == [
         ("aten::bitwise_not", 64 + 64),
-        ("aten::clone", 2 * n + 2 * n),  # masked_fill is these two
+        ("aten::clone", 2 * n + 2 * n),  # masked_fill runs this and the next
         ("aten::masked_fill_", 2 * n + 64 + 2 * n),
         ("aten::_softmax", 2 * n + 2 * n),
     ]
@@ -89,14 +89,14 @@ def test_the_bytes_of_the_masked_softmax():
 
 @pytest.mark.parametrize(("fused", "passes"), [(False, 20), (True, 7)])
 def test_the_bytes_of_adamw(fused, passes):
-    """Fused: weight, gradient and two moments read, all but the gradient written. Else eight kernels."""
+    """Fused AdamW reads weight, gradient and moments and writes all but the gradient. Unfused, it has eight kernels."""
     weights = [torch.zeros(3, 5, requires_grad=True), torch.zeros(7, requires_grad=True)]
     optimizer = torch.optim.AdamW(weights, fused=fused, foreach=not fused)
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     optimizer.step()
     kernels = listed(optimizer.step)
-    counters = 2 * 4 * 3 if fused else 0  # of steps, on the GPU: one kernel reads and writes them, one reads them
+    counters = 2 * 4 * 3 if fused else 0  # step counters on the GPU: one kernel reads and writes them, one only reads
     assert sum(kernel.bytes for kernel in kernels) == 4 * passes * (3 * 5 + 7) + counters
     assert len(kernels) == (2 if fused else 8)
 
@@ -112,7 +112,7 @@ def test_a_table_is_read_where_it_is_looked_up_and_a_view_costs_nothing():
     table, ids = torch.zeros(1000, 8), torch.zeros(2, 3, dtype=torch.int64)
     (kernel,) = listed(lambda: F.embedding(ids, table).view(6, 8).t()[1:])
     assert kernel.bytes == 6 * 8 + 2 * (6 * 8 * 4)
-    (kernel,) = listed(lambda: torch.zeros(5, 1).expand(5, 4).neg())[1:]  # read as it is, written whole
+    (kernel,) = listed(lambda: torch.zeros(5, 1).expand(5, 4).neg())[1:]  # reads the 5 stored values, writes all 20
     assert kernel.bytes == 4 * 5 + 4 * 5 * 4
 
 
@@ -120,7 +120,7 @@ def test_a_table_is_read_where_it_is_looked_up_and_a_view_costs_nothing():
 
 
 def test_the_kernels_of_a_step_are_those_that_the_profiler_sees(step, monkeypatch):
-    """Of a nano step of the baseline, on the CPU and by its rules, operation by operation."""
+    """The kernels counted for the baseline's nano step on a CPU match the operations in PyTorch's profiler."""
     profiler, steps = torch.profiler.profile(), []
 
     def end_of_step(*_):
@@ -135,10 +135,11 @@ def test_the_kernels_of_a_step_are_those_that_the_profiler_sees(step, monkeypatc
         hook.remove()
         torch.use_deterministic_algorithms(False)
     counted = Counter(kernel.name for kernel in step("baseline", cuda=False))
-    counted["aten::add"] += counted.pop("aten::add_")  # autograd adds two gradients in place only if they are not fake
+    # Autograd adds two gradients in place, unless they are fake tensors, which the counter uses.
+    counted["aten::add"] += counted.pop("aten::add_")
     seen, others = Counter(), set()
     for event in profiler.events():
-        names = []  # an operation counts with all that it calls
+        names = []  # the operation, then its callers; one inside a counted operation is not counted again
         while event:
             names.append("aten::add" if event.name == "aten::add_" else event.name)
             event = event.cpu_parent
@@ -162,7 +163,7 @@ def test_clipping_and_adamw_take_an_operation_for_all_parameters_on_a_gpu(step):
 
 
 def test_softmax_is_float32_under_autocast_on_a_gpu(step, monkeypatch):
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")  # bf16
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")  # a CPU with bf16
     scores = 4 * B * 4 * T * T
     assert Counter(k.bytes for k in step("03") if k.name == "aten::_softmax") == {2 * scores: 4}
     assert Counter(
@@ -179,9 +180,9 @@ def test_what_the_compiler_fuses_is_fewer_kernels_and_fewer_bytes_and_the_same_t
     assert scores and not any("softmax" in kernel.name and "log" not in kernel.name for kernel in flash)
     table = 4 * 50257 * 128
     assert table in {kernel.bytes for kernel in compiled if "embedding_dense_backward" in kernel.name}  # filled with 0
-    assert max(kernel.bytes for kernel in compiled if "embedding_native" in kernel.name) < table / 10  # rows
+    assert max(kernel.bytes for kernel in compiled if "embedding_native" in kernel.name) < table / 10  # only rows
     counts.SCHEDULES.clear()
-    torch.use_deterministic_algorithms(True)  # as a script on the CPU leaves it
+    torch.use_deterministic_algorithms(True)  # a script on the CPU leaves this on
     try:
         assert counts.step(RUNGS["05"], "nano", B, T) == step("05")
         assert torch.are_deterministic_algorithms_enabled()
@@ -189,13 +190,13 @@ def test_what_the_compiler_fuses_is_fewer_kernels_and_fewer_bytes_and_the_same_t
         torch.use_deterministic_algorithms(False)
 
 
-# ---- the floor
+# ---- the floor: a lower bound on a step's time
 
 
 def test_the_floor_is_for_each_kernel_the_longer_of_the_two():
     card = floor.Card({"float32": 2.0, "fp16": 8.0}, 1000)  # 2 and 8 TFLOP/s, 1 TB/s
     slow, fast = floor.Kernel("mm", "matmul", "float32", 4 * 10**9, 10**9), floor.Kernel("add", "", "", 0, 3 * 10**9)
-    half = floor.Kernel("mm", "matmul", "bf16", 8 * 10**9, 5 * 10**9)  # in fp16: 1 ms of products, 5 of memory
+    half = floor.Kernel("mm", "matmul", "bf16", 8 * 10**9, 5 * 10**9)  # in fp16: 1 ms of matmul, 5 ms of memory
     assert card.floor_ms({slow: 1}) == (2, 0)
     assert card.floor_ms({slow: 2, fast: 3, half: 1}) == pytest.approx((2 * 2 + 3 * 3 + 5, 3 * 3 + 5))
     assert card.floor_ms({slow._replace(precision="tf32"): 1}) == (2, 0)
@@ -205,7 +206,7 @@ def test_a_card_is_one_of_the_table_or_what_roof_py_printed(tmp_path):
     assert floor.Card.read("4090") == floor.Card.read("RTX 4090") == floor.Card.read("rtx 4090")
     roof = tmp_path / "roof.json"
     roof.write_text(json.dumps({"ceilings_tflops": {"float32": 1.5}, "copy_gb_per_s": 20, "matmul": []}))
-    for precision in ("float32", "tf32", "bf16"):  # of a CPU that multiplies in nothing else
+    for precision in ("float32", "tf32", "bf16"):  # this CPU has a peak for float32 alone
         assert floor.Card.read(str(roof)).floor_ms({floor.Kernel("mm", "", precision, 3 * 10**9, 0): 1}) == (2, 0)
     for wrong in ({"ceilings_tflops": []}, {"copy_gb_per_s": 0}, {"copy_gb_per_s": None}, {"ceilings_tflops": {}}):
         roof.write_text(json.dumps({"ceilings_tflops": {"float32": 1.5}, "copy_gb_per_s": 20} | wrong))
@@ -283,12 +284,12 @@ def test_the_picture_has_the_three_counts_of_every_rung_and_apart_from_them_what
         ]
 
 
-# ---- what is committed
+# ---- the committed counts
 
 
 @pytest.mark.parametrize("number", EAGER + COMPILED)
 def test_the_committed_counts_are_those_of_the_scripts(number):
-    """Another torch than the one that counted may count otherwise."""
+    """A new count matches results/counts.json. Skipped with another torch version, whose counts may differ."""
     data = json.loads((ROOT / "results" / "counts.json").read_text())
     if data["torch"] != torch.__version__.partition("+")[0]:
         pytest.skip(f"counted with torch {data['torch']}")

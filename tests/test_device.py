@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import measure
 
-# ---- the roof
+# ---- the measured peak
 
 
 @pytest.mark.parametrize("script", ["baseline.py", "speedup_04_residual_init.py"])
@@ -48,8 +48,8 @@ def test_a_ceiling_is_operations_over_seconds(monkeypatch):
     found = roof.measure(config, tokens=64, device=torch.device("cpu"))
     row = next(row for row in found["matmul"] if (row["precision"], row["name"]) == ("float32", "lm_head"))
     assert row["shape"] == (64, 32, 100) and row["tflops"] == pytest.approx(2 * 64 * 32 * 100 / 0.5 / 1e12, rel=1e-3)
-    assert found["ceilings_tflops"]["float32"] == pytest.approx(2 * 2048**3 / 0.5 / 1e12, rel=1e-3)  # the large square
-    assert found["copy_gb_per_s"] == pytest.approx(2 * 2**28 / 0.5 / 1e9, rel=1e-3)  # read and written
+    assert found["ceilings_tflops"]["float32"] == pytest.approx(2 * 2048**3 / 0.5 / 1e12, rel=1e-3)  # the square matmul
+    assert found["copy_gb_per_s"] == pytest.approx(2 * 2**28 / 0.5 / 1e9, rel=1e-3)  # each byte is read and written
 
 
 def test_a_statement_is_timed_with_the_gpu_waited_for_that_it_runs_on(monkeypatch):
@@ -83,7 +83,7 @@ def test_a_gpu_is_measured_in_the_types_that_it_multiplies_in_and_in_no_emulated
     cuda, said = torch.device("cuda"), io.StringIO()
     with made_up_gpu(None, capability), contextlib.redirect_stdout(said):
         assert roof.precisions(cuda) == found
-        assert "bf16" not in roof.precisions(torch.device("mps"))  # rung 03 uses none there
+        assert "bf16" not in roof.precisions(torch.device("mps"))  # rung 03 does not use bf16 there
         monkeypatch.setattr(bench, "ATTENTION", {})
         monkeypatch.setattr("sys.argv", ["attention.py", "--seq-lens", "8"])
         bench.main()
@@ -105,7 +105,7 @@ def test_the_machine_is_described_with_all_its_memory():
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Two made-up GPUs as NVML sees them; on the second, GPU-1234-5678, 1234 MHz of load and what is in `processes`."""
+    """Make NVML report two GPUs at 1234 MHz, with the processes in `processes`. The second is GPU-1234-5678."""
     state = SimpleNamespace(processes=[], used=2**30)
     for name, value in (
         ("nvmlInit", lambda: None),
@@ -131,7 +131,7 @@ def test_the_clock_and_the_power_are_those_of_the_gpu_that_is_measured(nvml):
     with made_up_gpu():
         gpu = gauge.find_gpu(machine.describe(torch.device("cuda"))["gpu_id"])
     assert gpu == "GPU-1234-5678" and gauge.find_gpu(None) is None
-    assert gauge.find_gpu(gauge.gpu_id(SimpleNamespace(uuid="of-a-MIG-slice"))) is None  # the clock is not its own
+    assert gauge.find_gpu(gauge.gpu_id(SimpleNamespace(uuid="of-a-MIG-slice"))) is None  # it shares its clock
     assert gauge.reading(gpu) == {"clock_mhz": 1234, "power_w": 457, "power_limit_w": 700, "temperature_c": None}
     assert gauge.reading(None) is None
 
@@ -169,7 +169,8 @@ def test_the_peak_in_tf32_is_not_that_of_plain_float32(monkeypatch):
     cpu = torch.device("cpu")
     with pytest.raises(RuntimeError, match="plain float32"):  # a CPU has no TF32
         roof.multiply("tf32", (16, 16, 16), cpu)
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, y: torch.mm(x.bfloat16().float(), y))  # rounds, too
+    # This matmul rounds its input, as a matmul in TF32 does.
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, y: torch.mm(x.bfloat16().float(), y))
     monkeypatch.setattr(roof, "seconds", lambda *args, **names: 0.5)
     assert roof.multiply("tf32", (16, 16, 16), cpu) > 0
     torch.set_float32_matmul_precision("highest")
@@ -189,7 +190,7 @@ def test_the_peak_of_a_gpu_is_measured_after_it_has_worked(monkeypatch, nvml):
     assert found["gpu"]["clock_mhz"] == 1234
 
 
-# ---- where the time goes
+# ---- where the time of a step goes
 
 
 def span(name, start, length, category="cpu_op", **args):
@@ -214,7 +215,7 @@ def test_operations_of_a_cpu_are_grouped_by_the_time_spent_in_themselves():
         "matmul": 2.0,
         "attention": 0.5,
         "softmax and loss": 0.5,
-        "normalisation and element-wise": 0.25 + 0.5 + 1.0,  # linear's own time is in here
+        "normalisation and element-wise": 0.25 + 0.5 + 1.0,  # 1.0 is the time of linear itself
         "optimizer": 1.5,
         "copies": 0.25,
         "idle": 10 - 0.5 - 0.5 - 2 - 1 - 1.5 - 0.25 - 0.5 - 0.25,
@@ -228,7 +229,7 @@ def test_kernels_of_a_gpu_are_grouped_by_their_name_and_by_what_launched_them():
     events += [span(name, 100 * i, 50, **{"External id": i}) for i, name in enumerate(launches)]
     kernel = [
         (gemm, 1000, 0),
-        (gemm, 200, 1),  # the same kernel, but attention's
+        (gemm, 200, 1),  # the same kernel, launched by attention
         ("void cunn_SoftMaxForward", 300, 2),
         ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", 400, 3),
         ("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", 500, 4),
@@ -245,9 +246,9 @@ def test_kernels_of_a_gpu_are_grouped_by_their_name_and_by_what_launched_them():
         )
         start += length
     events.append(span("Memcpy HtoD (Pinned -> Device)", 19_000, 50, "gpu_memcpy"))
-    events.append(span("ProfilerStep#1", 10_000, 3_000, "gpu_user_annotation"))  # as the GPU saw it
+    events.append(span("ProfilerStep#1", 10_000, 3_000, "gpu_user_annotation"))  # the GPU's record of it
     found = kernels.grouped(*kernels.in_steps(events))
-    assert found == {  # of two steps
+    assert found == {  # milliseconds per step, averaged over two
         "matmul": 0.5,
         "attention": 0.65,
         "softmax and loss": 0.5,
@@ -258,7 +259,7 @@ def test_kernels_of_a_gpu_are_grouped_by_their_name_and_by_what_launched_them():
     }
 
 
-# Names from public traces: of a T4, an A100 and an H100, and of the code that Inductor writes.
+# Kernel names from public traces of a T4, an A100 and an H100, and names that Inductor generates.
 NAMES = {
     "matmul": """
         nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN
@@ -323,7 +324,7 @@ def test_a_kernel_is_in_its_group(kind):
         (["aten::_scaled_dot_product_flash_attention", "void pytorch_flash::flash_fwd_kernel<64>"], "flash"),
         (["aten::_scaled_dot_product_flash_attention_for_cpu"], "flash"),
         (["aten::_scaled_dot_product_cudnn_attention", NAMES["attention"].split()[0]], "cuDNN"),
-        ([NAMES["attention"].split()[0]], "cuDNN"),  # a CUDA graph has no operations
+        ([NAMES["attention"].split()[0]], "cuDNN"),  # a CUDA graph records no operations
         (["aten::_efficient_attention_forward", "fmha_cutlassF_f16_aligned_64x64_rf_sm75"], "memory-efficient"),
         (["aten::_scaled_dot_product_attention_math", "aten::bmm"], "math"),
         (["aten::bmm", "aten::_softmax"], "written out"),
@@ -382,7 +383,7 @@ def test_on_a_gpu_a_profile_finds_the_kernels_of_the_runs_before_it(gpu, monkeyp
         with made_up_gpu() if gpu else contextlib.nullcontext(), pytest.raises(SystemExit, match="at least 9 steps"):
             kernels.profile(str(tmp_path / "script.py"))
         assert cpp.enable_kernel_profile == (not gpu)
-        assert (torch._inductor.config.save_config_portable() == before) == gpu  # the key of Inductor's cache
+        assert (torch._inductor.config.save_config_portable() == before) == gpu  # part of Inductor's cache key
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def soup(site):
 
 
 def text_of(diff, side=None):
-    """A diff's text as a reader of the inline view has it, or of one side."""
+    """The text of a diff as the inline view shows it, or of one side ("old" or "new")."""
     wanted = {
         None: "pre.at, .block.same > .new .line, .block:not(.same) .line",
         "old": ".old .line",
@@ -73,7 +73,7 @@ def git(*args):
 def test_every_page_is_there_and_no_other(site):
     found = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
     assert found == set(PAGES)
-    assert (site / ".nojekyll").exists()  # GitHub Pages serves the folder as it is
+    assert (site / ".nojekyll").exists()  # with it, GitHub Pages serves the folder unchanged
 
 
 @pytest.mark.parametrize("before, after", NEAR)
@@ -134,7 +134,7 @@ def test_a_rungs_page_has_all_that_a_reader_looks_for(soup, script):
         assert not exercise.has_attr("open") and "?" in exercise.summary.text
     assert exercises
     assert len(article.select('h2#sources + ul a[href^="https://"]')) >= 2
-    article = BeautifulSoup(str(article), "html.parser")  # a copy, to cut what is no prose
+    article = BeautifulSoup(str(article), "html.parser")  # a copy, from which everything but prose is removed
     for part in article.select("h1, .facts, .diff, .results, h2#sources + ul, h2#run-it + div, .headerlink"):
         part.decompose()
     words = len(re.findall(r"[\w,.']*\w", article.text))
@@ -164,14 +164,14 @@ UNITS |= {"GFLOP": 1e9, "TFLOP": 1e12, "TFLOP/s": 1e12}
 
 
 def equations():
-    """Every line of arithmetic in the pages: (page, line)."""
+    """Yield (page, line) for every line of arithmetic in the rung pages."""
     for path in sorted((ROOT / "docs" / "pages" / "rungs").glob("*.md")):
         for block in re.findall(r"^```text\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
             yield from ((path.stem, line) for line in block.splitlines())
 
 
 def is_true(line):
-    """Whether the left side of `label: 4 × 1,024 × 2 bytes = 8.19 kB` comes to the right side, rounded as it is."""
+    """Whether the left side of `label: 4 × 1,024 × 2 bytes = 8.19 kB` equals the right side, to the digits shown."""
     left, right = line.split(": ", 1)[1].split(" = ")
     left = NUMBER.sub(lambda n: f"({n[1].replace(',', '')} * {UNITS[n[2] or '']})", left)
     assert re.fullmatch(r"[\d.e+*/() ×−-]+", left), left
@@ -214,7 +214,7 @@ def test_a_rungs_page_shows_its_three_counts_first(soup, script):
 
 
 def check_findings(page, script, name, data):
-    """That a rung's page shows what a result holds of it, beside what was predicted."""
+    """Assert that a rung's page shows the rung's measured figures beside the predicted ones."""
     (section,) = page.select(f'.result[data-result="{name}"]')
     rows = [[cell.text.strip() for cell in row.select("td")] for row in section.select("tbody tr")]
     assert all(predicted for predicted, _ in rows)
@@ -239,7 +239,7 @@ def check_findings(page, script, name, data):
 
 
 def test_the_front_page_is_the_readme(soup):
-    """Its headings, its links to pages, and its picture: twice if there is one for a narrow window."""
+    """The front page has the README's headings, page links, tables and picture (two if one is for narrow windows)."""
     page, readme = soup("index.html").select_one("article"), (ROOT / "README.md").read_text(encoding="utf-8")
     headings = [heading.find(string=True).strip() for heading in page.find_all("h2")]
     assert headings == [*re.findall(r"^## (.+)$", readme, re.MULTILINE), "On this site"]
@@ -247,7 +247,7 @@ def test_the_front_page_is_the_readme(soup):
     for name, anchor in re.findall(r"\]\(docs/pages/([\w/]+)\.md(#[\w-]+)?\)", readme):
         assert f"{name}.html{anchor}" in linked
     pictures = page.select("figure[role=img][aria-label] svg")
-    assert len(pictures) == (2 if "counts.svg" in readme else 1)  # until there is a result of a GPU
+    assert len(pictures) == (2 if "counts.svg" in readme else 1)  # counts.svg, until a GPU has been measured
     assert len(page.select("table")) == len(re.findall(r"^\| ---", readme, re.MULTILINE)) == 2
 
 
@@ -317,7 +317,7 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site, s
             link = element.get("href") or element.get("src")
             target = urlparse(urljoin(f"file:///{page}", link))
             if target.scheme == "https" and element.name == "a":
-                continue  # a reader may follow it; there is no network here to follow it with
+                continue  # an external link, which the tests cannot follow without a network
             path = unquote(target.path).lstrip("/")
             ok = target.scheme == "file" and (site / path).is_file() and not link.startswith("/")
             if not (ok and (not target.fragment or target.fragment in ids(path))):
@@ -352,9 +352,9 @@ OVERFLOW = """() => document.documentElement.scrollWidth > innerWidth ? ["the pa
 
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory):
-    """A site, by `make docs`, with a GPU's result and a new rung: (its folder, the result).
+    """Build a site with `make docs` from a made-up GPU result and a new rung. Return (its folder, the result).
 
-    The result has no roof, a script that failed and passes that failed.
+    The result has no measured peak, a script that failed and passes that failed.
     """
     root = copy_project(tmp_path_factory.mktemp("docs") / "ladder")
     data = json.loads((ROOT / "results" / next(iter(RESULTS)) / "ladder.json").read_text(encoding="utf-8"))
@@ -387,7 +387,7 @@ def made_up(tmp_path_factory):
 
 
 def add_rung(root):
-    """Add one as CONTRIBUTING says: the script below it was measured against another than now stands above it."""
+    """Add a rung before ddp_run.py, as CONTRIBUTING.md describes. The result still compares ddp_run.py with rung 10."""
     ladder = (root / "ladder.toml").read_text(encoding="utf-8")
     row = '[[rung]]\nfile = "speedup_11_new.py"\nidea = "new"\ntouches = []\nlimit = 0\n\n'
     parts = ladder.rpartition('[[rung]]\nfile = "ddp_run.py"')
@@ -407,7 +407,7 @@ def test_a_gpus_result_comes_first_also_where_runs_failed_and_there_is_no_roof(m
     pages = [BeautifulSoup((folder / page).read_text(encoding="utf-8"), "html.parser") for page in RUNG_PAGES]
     assert [result["data-result"] for result in pages[0].select(".result")] == ["made-up", *RESULTS]
     for script, page in zip(SCRIPTS, pages, strict=True):
-        if script != "ddp_run.py":  # it stands on the new rung
+        if script != "ddp_run.py":  # the rung before it is now the new one
             check_findings(page, script, "made-up", data)
     assert "A pass failed: the first pass failed" in pages[1].text
     said = "Predicted on 2026-11-23 for NVIDIA H200, B {}, T 1024: {} ms per step; measured: {} ms, {}."
@@ -455,7 +455,7 @@ def test_a_mistake_in_a_page_is_one_line_and_leaves_the_site_that_was_there(tmp_
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves the site below a folder, as GitHub Pages does, and says nothing."""
+    """Serve the site below a path, as GitHub Pages does, without logging."""
 
     def translate_path(self, path):
         assert path.startswith("/ladder/"), path
@@ -467,7 +467,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def urls(site):
-    """Where the site can be read: from the disk, and from a server."""
+    """The addresses of the site on disk and on a local server."""
     handler = functools.partial(Handler, directory=site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -488,18 +488,18 @@ def base(request, urls):
     return urls[request.param]
 
 
-# What a browser remembers, searches or loads may depend on where a page comes from. The rest is tested from the disk.
+# Storage, search and loading may differ between a file and a server: such tests use both. The others use the file.
 from_both = pytest.mark.parametrize("base", ["file", "http"], indirect=True)
 
 
 @pytest.fixture
 def tab(browser, base):
-    """A page that remembers all that went wrong in it, and must come to its end with nothing."""
+    """A browser tab that collects errors, failed requests and external requests. There must be none at the end."""
     with browser.new_context(viewport={"width": 1440, "height": 900}) as context:
         page, wrong = context.new_page(), []
         page.on("console", lambda message: message.type in ("error", "warning") and wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        left = "net::ERR_ABORTED"  # the reader went to another page meanwhile
+        left = "net::ERR_ABORTED"  # the test went to another page in the meantime
         page.on("requestfailed", lambda request: request.failure == left or wrong.append(request.url))
         page.on("request", lambda request: request.url.startswith((base, "blob:")) or wrong.append(request.url))
         page.on("response", lambda response: response.status < 400 or wrong.append(response.url))
@@ -524,7 +524,7 @@ def test_every_page_loads_and_nothing_overflows(tab, base):
                     tab.evaluate("view => document.documentElement.dataset.view = view", view)
                     assert not tab.evaluate(OVERFLOW), (page, width, view)
     tab.evaluate("document.querySelector('article p').style.width = '3000px'")
-    assert tab.evaluate(OVERFLOW)  # what is too wide is seen
+    assert tab.evaluate(OVERFLOW)  # the check reports an element that is too wide
 
 
 @browsing
@@ -544,7 +544,7 @@ def test_the_picture_is_the_one_for_the_window(tab, base):
         sizes = tab.locator(".plots figure:visible svg text").evaluate_all(
             "texts => texts.map(text => text.getBoundingClientRect().height)"
         )
-        assert min(sizes) >= 9  # pixels: it can be read
+        assert min(sizes) >= 9  # pixels: large enough to read
 
 
 @browsing
@@ -557,7 +557,7 @@ def test_axe_finds_no_serious_violation(browser, urls, scheme):
         for name in (*sides, RUNG_PAGES[6], SHOWN[-1]):  # one of each kind
             page.goto(urls["file"] + name)
             page.evaluate("for (const details of document.querySelectorAll('details')) details.open = true")
-            page.wait_for_timeout(300)  # the theme's colours fade in
+            page.wait_for_timeout(300)  # until the theme's colours have faded in
             for violation in axe.run(page).response["violations"]:
                 if violation["impact"] in ("serious", "critical"):
                     found.append((name, violation["id"], [node["html"][:200] for node in violation["nodes"][:3]]))
@@ -578,7 +578,7 @@ def test_the_switch_shows_a_diff_side_by_side_and_is_remembered(tab, base, width
     (left, right), inline = places(), tab.get_by_role("radio", name="inline")
     assert left["x"] == right["x"] and left["y"] < right["y"] and inline.is_checked() and not same.is_visible()
     inline.focus()
-    tab.keyboard.press("ArrowRight")  # as radio buttons go
+    tab.keyboard.press("ArrowRight")  # the arrow keys move between radio buttons
     left, right = places()
     assert left["x"] + left["width"] <= right["x"] and same.is_visible()
     assert tab.get_by_role("radio", name="side by side").is_checked()
@@ -638,10 +638,10 @@ def test_a_page_that_one_comes_back_to_shows_what_its_buttons_say(tab, base):
 @browsing
 @from_both
 def test_what_was_chosen_is_there_before_the_page_is_painted(tab, base):
-    """No page may jump: what runs in the head alone decides."""
+    """The script in the head alone shows the chosen result, before the page is painted."""
     tab.goto(base + RUNG_PAGES[0])
     tab.locator(".choice[data-choice=result] label").last.click()
-    tab.add_init_script("addEventListener = document.addEventListener = () => {}")  # what waits for the page never runs
+    tab.add_init_script("addEventListener = document.addEventListener = () => {}")  # no event handler runs
     tab.goto(base + docs.page("speedup_05_compile.py"))
     assert tab.locator(".result:visible").get_attribute("data-result") == list(RESULTS)[-1]
 
@@ -693,18 +693,16 @@ def test_search_finds_a_rung(tab, base, words, script):
     tab.goto(base + "index.html")
     tab.keyboard.press("/")
     tab.locator("input[role=combobox]").fill(words)
-    found = tab.locator(f'a[href*="{docs.page(SCRIPTS[script])}"] mark').first  # what was searched for, marked
+    found = tab.locator(f'a[href*="{docs.page(SCRIPTS[script])}"] mark').first  # the highlighted search term
     found.click()
     tab.wait_for_url(re.compile(re.escape(base + docs.page(SCRIPTS[script]))))
-    tab.locator("article mark:visible").first.wait_for()  # also where it is folded away
+    tab.locator("article mark:visible").first.wait_for()  # even inside a folded section
 
 
 @browsing
 def test_any_two_scripts_can_be_compared(tab, base):
     tab.goto(base + "compare.html")
-    tab.locator("select[name=before]").select_option(
-        docs.title(SCRIPTS[10])
-    )  # the wrong way round: pages go up the ladder
+    tab.locator("select[name=before]").select_option(docs.title(SCRIPTS[10]))  # reversed: pages are in ladder order
     tab.locator("select[name=after]").select_option(docs.title(SCRIPTS[0]))
     tab.get_by_role("button", name="Compare").click()
     tab.wait_for_url(base + docs.pair_page("baseline.py", "speedup_10_fused_adamw.py"))

@@ -15,7 +15,7 @@ def test_every_peak_is_measured(run, measured):
     found = json.loads(done.stdout)
     assert [row for row in found["matmul"] if row["error"]] == []
     peaks = [found["ceilings_tflops"].get(precision) for precision in ("float32", "tf32", "bf16")]
-    peaks = [tflops for tflops in peaks if tflops]  # a T4 has the first alone
+    peaks = [tflops for tflops in peaks if tflops]  # a T4 has float32 alone
     assert peaks == sorted(peaks)
     assert found["gpu"]["clock_mhz"] > 0 and found["gpu"]["power_limit_w"] > 0
     measured(f"{found['ceilings_tflops']} TFLOP/s, copies {found['copy_gb_per_s']} GB/s, under load {found['gpu']}")
@@ -40,7 +40,7 @@ def rung_10(run):
 
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peer_does_the_task_of_rung_10(run, peer, rung_10, measured):
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # Trainer would take all that it sees
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # Trainer would use every visible GPU
     done = run("measure/peers.py", peer, "--steps", 5, CUDA_VISIBLE_DEVICES=first)
     assert (done.returncode, trouble(done.stderr)) == (0, []), done.stderr
     assert done.losses == pytest.approx(rung_10, abs=0.02)

@@ -19,7 +19,7 @@ def default(run):
 def test_another_compile_mode_trains_alike(run, default, script, mode, measured):
     done = run(script, "--steps", 5, "--compile-mode", mode, *SCRIPTS[script], timeout=300)
     assert done.returncode == 0, done.stderr
-    assert mode == "max-autotune" or trouble(done.stderr) == []  # which reports each kernel that it cannot use
+    assert mode == "max-autotune" or trouble(done.stderr) == []  # max-autotune reports each kernel that it cannot use
     assert done.losses == pytest.approx(default[script], abs=0.02)
     measured(f"losses {done.losses}, by default {default[script]}; first step {done.steps[0]['ms']} ms")
 

@@ -23,18 +23,18 @@ import unidiff
 from conftest import LONG, ROOT, RUNGS, SCRIPTS, TRAIN, copy_project
 from ladder import changed_lines, split
 
-TRAILING = r", (?=[)\]}])"  # the comma that re-wrapping adds
+TRAILING = r", (?=[)\]}])"  # the trailing comma that re-wrapping adds
 DIFFS = [script for script, rung in RUNGS.items() if rung.before]
 
 
 def source(script):
-    return (ROOT / script).read_bytes().decode("utf-8")  # no line ending is translated
+    return (ROOT / script).read_bytes().decode("utf-8")  # without translating line endings
 
 
 def parts(text):
-    """The definitions of a script, in order: {name: (syntax tree, text)}. A class is its head, then its methods.
+    """{name: (syntax tree, text)} of a script's definitions, in order. A class is split into its head and its methods.
 
-    A part's text begins where that of the one before ends: every byte after the docstring is in exactly one.
+    Each text begins where the text before it ends: every byte after the docstring is in exactly one of them.
     """
     body = ast.parse(text).body
     assert ast.get_docstring(ast.parse(text)), "no docstring"
@@ -80,7 +80,7 @@ def variables(text):
 
 
 def complaints(rung, before, after):
-    """All in which `after`, the text of a rung, is more, or other, than `before` and what the rung's row allows."""
+    """Yield each way in which `after`, a rung's text, differs from `before` that the rung's row does not allow."""
     old, new = parts(before), parts(after)
     changed = {name for name in old | new if old.get(name, " ")[0] != new.get(name, " ")[0]}
     yield from (f"{name} differs, and its row does not say so" for name in changed - set(rung.touches))
@@ -134,12 +134,12 @@ def test_its_docstring_says_what_kind_of_idea_it_is_and_when_it_does_not_help(sc
     assert any(line.startswith("When it does not help: ") for line in rest)
 
 
-MAIN = {"baseline.py": 45, "ddp_run.py": 90, LONG: 90, "branches/fsdp_run.py": 90, TRAIN: 110}  # elsewhere 65
+MAIN = {"baseline.py": 45, "ddp_run.py": 90, LONG: 90, "branches/fsdp_run.py": 90, TRAIN: 110}  # 65 in others
 
 
 @pytest.mark.parametrize("script", RUNGS)
 def test_main_tells_the_story_and_no_other_function_is_long(script):
-    """The loop of a rung fits on a screen, and has no check but one: that the loss is finite."""
+    """main() and other functions keep to their limits of lines, and main() has one check: that the loss is finite."""
     tree = ast.parse(source(script))
     lines = {
         node.name: node.end_lineno - node.lineno + 1 for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
@@ -149,7 +149,7 @@ def test_main_tells_the_story_and_no_other_function_is_long(script):
     (main,) = (node for node in tree.body if getattr(node, "name", "") == "main")
     kinds = [type(node) for node in ast.walk(main)]
     assert kinds.count(ast.Try) == 1 and ast.ExceptHandler not in kinds
-    assert kinds.count(ast.Raise) == (2 if script == TRAIN else 1)  # and that a prompt is not too long
+    assert kinds.count(ast.Raise) == (2 if script == TRAIN else 1)  # train.py also checks the length of the prompt
 
 
 FETCH = "            x, y = (t.to(device) for t in loader.next_batch())\n"
@@ -225,7 +225,7 @@ limit = 2
 
 
 def test_a_new_idea_takes_a_file_and_a_row(tmp_path, verdict):
-    """On a copy of the project: with them and `make figures`, all that is checked of every script is checked of it."""
+    """In a copy of the project, a file, row and page for a rung, and `make figures`, are enough to have it checked."""
     root = tmp_path / "ladder"
     copy_project(root)
     idea = split(source("speedup_10_fused_adamw.py"))[1].replace("optimizer.zero_grad()", "optimizer.zero_grad(True)")
@@ -286,7 +286,7 @@ def test_the_ladder_has_the_twelve_files_that_people_type():
     ideas = "weight_tying tf32 bf16 residual_init compile flash_attn vocab_pad adamw_clip cosine_lr fused_adamw".split()
     rungs = [f"speedup_{number:02d}_{idea}.py" for number, idea in enumerate(ideas, start=1)]
     ladder = ["baseline.py", *rungs, "ddp_run.py"]
-    assert [script for script in SCRIPTS if script in ladder] == ladder  # others may stand between them
+    assert [script for script in SCRIPTS if script in ladder] == ladder  # other scripts may come between them
     files = [path.relative_to(ROOT).as_posix() for folder in (".", "branches") for path in ROOT.glob(f"{folder}/*.py")]
     assert set(files) == set(SCRIPTS) - {LONG}
 
@@ -323,7 +323,7 @@ def test_a_script_is_short_and_stands_alone(script):
 def test_make_diff_shows_a_rung_in_colour_on_a_terminal(number, text):
     terminal, inside = pty.openpty()
     os.set_blocking(terminal, False)
-    with open(inside, "wb") as stdout:  # a terminal holds 4 kB until they are read
+    with open(inside, "wb") as stdout:  # a terminal buffers 4 kB until they are read
         child = subprocess.Popen(["make", "--no-print-directory", f"diff-{number}"], cwd=ROOT, stdout=stdout)
     printed = b""
     while True:

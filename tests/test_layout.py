@@ -16,7 +16,7 @@ from conftest import ROOT, copy_project, save_gpt2
 from ladder import PLAIN_GIT, read_toml
 from packaging.requirements import Requirement
 
-LADDER = "the ladder"  # the scripts in the root
+LADDER = "the ladder"  # the scripts in the root folder
 MAY_READ = {
     LADDER: set(),
     "branches": set(),
@@ -26,21 +26,21 @@ MAY_READ = {
     "docs": {"docs", "measure", "dev"},
     "tests": {"tests", "docs", "measure", "dev", "pretrain", "branches", LADDER},
 }
-# What a command or a test makes, and names that stand for it.
+# Paths that a command or a test creates, and placeholders for such paths.
 MADE = r"docs/site\b|docs/pages/rungs/speedup_11|pretrain/fineweb10B|measure/counted\.py|"
 MADE += r"results/(FOLDER|ONE|OTHER|<device>-<date>|\*|made-up|empty|nowhere)"
 
 
 @pytest.fixture(scope="module")
 def tracked():
-    """The files that git has, or will have with the next commit."""
+    """The files that git tracks, and new files that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=ROOT, env=PLAIN_GIT, capture_output=True, text=True, check=True)
     return [name for name in done.stdout.splitlines() if (ROOT / name).exists()]
 
 
 def part(file):
-    """The folder of a file, or the ladder."""
+    """The top-level folder of a file, or LADDER for a file in the root."""
     return Path(file).parts[0] if "/" in file else LADDER
 
 
@@ -69,7 +69,7 @@ def test_an_import_that_points_the_wrong_way_is_seen(tracked):
 
 
 def without(folder, *kept):
-    """A copy of the project that has only these files and folders."""
+    """Copy the project with only the files and folders in `kept`."""
     root = copy_project(folder / "ladder")
     for path in root.iterdir():
         if path.name not in kept:
@@ -92,7 +92,10 @@ def test_pretrain_runs_with_nothing_of_the_project_but_text_and_tokenizer(run, t
 
 
 def test_the_site_and_the_measuring_do_without_the_tests_and_the_folders_above_them(tmp_path):
-    """The scripts that ladder.toml lists are there, and nothing reads them but as text."""
+    """The site works without tests/, and the measuring programs also start without docs/ and pretrain/.
+
+    The site still has the scripts that ladder.toml lists, which it reads as text.
+    """
     root = copy_project(tmp_path / "ladder")
     shutil.rmtree(root / "tests")
     for path in (*root.glob("pretrain/*.py"), *root.glob("branches/*.py")):
@@ -126,7 +129,7 @@ def test_every_folder_says_in_a_screen_what_it_is_for(tracked):
 
 
 def test_uv_and_pip_take_the_versions_that_the_tests_run_with():
-    """Each pinned version is in pyproject.toml's range, and torch is pinned there, too."""
+    """Each pinned version is within its range in pyproject.toml, which also pins torch."""
     project = read_toml("pyproject.toml")
     ranges = [*project["project"]["dependencies"], *itertools.chain(*project["dependency-groups"].values())]
     files = ROOT / "requirements.txt", ROOT / "requirements-dev.txt", ROOT / "pretrain" / "requirements.txt"
@@ -144,7 +147,7 @@ def test_no_file_is_a_symbolic_link(tracked):
 
 
 def texts(tracked):
-    """(file, text) of all that people read, but not what programs wrote or measured."""
+    """Yield (file, text) for files that people write, without results that programs wrote."""
     for name in tracked:
         if name != "tests/test_layout.py" and name.endswith(
             (".py", ".schema.json", ".md", ".toml", ".sbatch", ".html", ".css", ".js", ".yml", "Makefile")

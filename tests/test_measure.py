@@ -36,7 +36,7 @@ HOST = {"id": "0", "gpu": None} | {key: value for key, value in MACHINE.items() 
 
 
 def log(times, losses=None, memory=1.5, rate=0):
-    """What a script prints whose steps take these milliseconds."""
+    """The output of a script whose steps take `times` milliseconds."""
     lines = ["device cpu (made up) | torch 2 | nano 7,000,000 parameters | B 4 T 128", "loaded 338025 tokens"]
     for step, ms in enumerate(times):
         loss = losses[step] if losses else 10 - step / 100
@@ -45,7 +45,7 @@ def log(times, losses=None, memory=1.5, rate=0):
 
 
 def made(name, passes, before=None, precision="float32", errors=(), memory=1.5, hosts=None):
-    """A row of ladder.json that ran with these times, a list per pass."""
+    """A row of ladder.json whose runs took these times: one list per pass."""
     runs = []
     for number, times in enumerate(passes):
         error = dict(errors).get(number)
@@ -114,7 +114,7 @@ def test_known_times_give_known_medians_ratios_and_shares():
 
 
 def test_a_ratio_is_taken_within_a_pass_and_its_spread_is_that_of_the_passes():
-    # the machine is half as fast in the second pass: across the passes b would seem between 1 and 4 times as fast
+    # In the second pass, the machine is half as fast. Compared across passes, b would seem 1 to 4 times as fast as a.
     slower = [2 * ms for ms in SLOW], [2 * ms for ms in FAST]
     data = measurement(made("a", [SLOW, slower[0], SLOW]), made("b", [FAST, slower[1], [40.0] * 20], before="a"))
     assert data["rows"][1]["over_before"] == {"median": 2, "low": 2, "high": 2.5}
@@ -125,7 +125,7 @@ def test_a_pass_that_failed_is_left_out_of_both_sides():
     data = measurement(made("a", [SLOW, SLOW]), made("b", [[1.0] * 20, FAST], "a", errors=errors))
     assert data["rows"][1]["over_before"]["high"] == 2
     assert data["rows"][1]["error"].startswith("a.py: error: out of memory")
-    assert data["rows"][1]["first_step_s"] is None  # only the pass that failed was cold
+    assert data["rows"][1]["first_step_s"] is None  # the only cold pass failed
     assert "a pass failed" in render.summary(data)
 
 
@@ -144,7 +144,7 @@ def test_a_rung_that_fails_is_a_row_that_says_why():
     "status, errors, said",
     [
         (1, "Traceback\n  ...\nValueError: why\n", "ValueError: why"),
-        # torchrun's report comes after
+        # torchrun's report follows the script's error
         (1, "x.py: error: no compiler\n=====\nroot cause\n", "x.py: error: no compiler"),
         (-9, "half a line", "killed by SIGKILL"),
         (3, "", "status 3"),
@@ -215,7 +215,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module")
 def updates(run, small, tmp_path_factory):
-    """Run a script and return it with what its optimizer was given at each step."""
+    """Run a script; return its process, with the optimizer's settings and gradient norm of each step as `updates`."""
     folder = tmp_path_factory.mktemp("updates")
     (folder / "updates.py").write_text(UPDATES)
 
@@ -239,11 +239,11 @@ def rung_10(updates):
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
-    done = updates("measure/peers.py", peer, **EAGER if peer == "trainer" else {})  # one that is compiled will do
-    assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # 47 rows of padding, bf16
+    done = updates("measure/peers.py", peer, **EAGER if peer == "trainer" else {})  # compiling one peer is enough
+    assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # 47 padding rows and bf16 make a small difference
     assert rung_10.losses[-1] < rung_10.losses[0] - 0.05
     for (theirs, their_norm), (ours, our_norm) in zip(done.updates, rung_10.updates, strict=True):
-        ours[1][-1] -= 47 * 32  # the padding, in the group that decays
+        ours[1][-1] -= 47 * 32  # the padding rows, in the group with weight decay
         assert theirs[0] == pytest.approx(ours[0]) and theirs[1] == pytest.approx(ours[1])
         assert their_norm == pytest.approx(our_norm, rel=1e-2) == pytest.approx(1, rel=1e-2)  # clipped
         ours[1][-1] += 47 * 32
@@ -251,7 +251,7 @@ def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
 
 @pytest.fixture(scope="module")
 def watched():
-    """Peer -> (what it did in order, the type of each step's logits), on a CPU that has bf16, nothing compiled."""
+    """A function: peer -> (its calls in order, the dtype of each step's logits), uncompiled, on a CPU that has bf16."""
 
     @functools.cache
     def watched(peer):
@@ -293,7 +293,7 @@ def watched():
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peers_step_is_timed_with_its_batch(peer, watched):
     steps = "".join(f"{event} " for event in watched(peer)[0] if event != "compile").split("clock ")[1::2]
-    if peer == "trainer":  # it fetches one batch ahead, the first two in the first step; after the last it logs the run
+    if peer == "trainer":  # it fetches one batch ahead, so two in the first step, and logs the run after the last
         assert steps.pop() == "" and steps[0].startswith("next_batch ")
         steps[0] = steps[0].removeprefix("next_batch ")
     assert [sorted(step.split()) for step in steps] == 3 * [["backward", "forward", "next_batch", "step"]]
@@ -400,7 +400,7 @@ def test_the_rows_are_the_twelve_scripts_and_what_is_asked_for():
         ({"branches": True}, ladder + branches),
         ({"peers": True}, ladder + peers),
         ({"peers": True, "branches": True}, ladder + branches + peers),
-        ({"only": ["05", "06"]}, ladder[4:7]),  # with what they stand on
+        ({"only": ["05", "06"]}, ladder[4:7]),  # with the rung before them
         ({"only": ["baseline", "fp16"]}, [ladder[0], ladder[3], branches[1]]),
         ({"only": ["ddp"], "peers": True}, ladder[10:] + peers),
     ):
@@ -421,7 +421,7 @@ def test_a_row_counts_the_tokens_that_its_script_trains_on(script):
 
 @pytest.fixture
 def made_up(tmp_path):
-    """A project of three made-up scripts, c.py out of memory from B 13 on, with its own roof, machine and profiler."""
+    """A project of three fake scripts with a fake peak, machine and profiler. c.py is out of memory from B 13 on."""
     for folder in ("measure", "dev"):
         copy_project(tmp_path, folder)
     (tmp_path / "results").mkdir()
@@ -456,7 +456,7 @@ def made_up(tmp_path):
 
     def result(folder=None):
         (path,) = (folder or tmp_path / "results").glob("**/ladder.json")
-        return path, record.read(path)  # which validates it
+        return path, record.read(path)  # which validates the file
 
     return SimpleNamespace(folder=tmp_path, call=call, order=order, result=result, on=on)
 
@@ -464,7 +464,7 @@ def made_up(tmp_path):
 def test_the_passes_are_interleaved_and_all_is_written(made_up):
     done = made_up.call("--repeat", 2, "--profile")
     assert (done.returncode, done.stderr) == (0, "")
-    assert made_up.order() == list("abc" + "abc" + "cba")  # the second time under the profiler
+    assert made_up.order() == list("abc" + "abc" + "cba")  # first pass, profiles, second pass in reverse
     path, data = made_up.result()
     assert path.parent.name.startswith("cpu-made-up-r-9000-20")
     assert [row["tokens_per_s"] for row in data["rows"]] == [4 * 128 / 0.032, 4 * 128 / 0.016, 4 * 128 / 0.008]
@@ -518,10 +518,10 @@ def test_all_failing_is_a_failure_after_one_pass(made_up):
     assert done.returncode == 1 and done.stderr == "measure.py: error: every script failed\n"
     assert (
         done.stdout.count("a.py: error: 10000 tokens, but B 100 and T 128 need more") == 2
-    )  # as it happened, and in the table
+    )  # once as it happened and once in the table
     assert made_up.order() == list("abc")
     made_up.call("--repeat", 3, "--profile", "--batch-size", 100)
-    assert made_up.order() == list("abc")  # once more
+    assert made_up.order() == list("abc")  # the same command tries each script once more
 
 
 @pytest.mark.parametrize(
@@ -569,9 +569,9 @@ def test_the_budget_ends_a_run_that_is_too_long_and_what_was_measured_stays(made
 
 @pytest.fixture
 def in_process(monkeypatch, tmp_path):
-    """Call measure.py in this process, on scripts that take no time. Returns what it printed and the record.
+    """Call measure.py in this process on fake scripts that take no time, and return the record.
 
-    `cut` ends it after so many runs, as Ctrl-C or the budget would; `host` has another CPU and driver than any other.
+    `cut` ends it after that many runs, as Ctrl-C or the budget would. Each `host` has its own CPU and driver.
     """
     state = SimpleNamespace(clock=0.0, host="one", left=None, ran=[])
 
@@ -601,7 +601,7 @@ def in_process(monkeypatch, tmp_path):
         try:
             measure.main()
         except SystemExit as end:
-            if end.code != 0:  # else the budget is spent
+            if end.code != 0:  # 0: the budget is spent
                 raise
         finally:
             for number, handler in before.items():
@@ -653,7 +653,7 @@ def test_on_another_host_what_has_no_figure_comes_first(in_process):
     data = in_process.call(*words, host="another", cut=10)
     assert all(row["runs"] for row in data["rows"]) and data["finished"] and not data["complete"]
     assert [script.split()[0] for script in in_process.state.ran[7:]] == [row["name"] for row in data["rows"][:3]]
-    assert data["rows"][5]["over_before"] is None  # a quotient of two hosts
+    assert data["rows"][5]["over_before"] is None  # the two runs are from different hosts
     assert in_process.call(*words, host="another")["complete"]
 
 
@@ -661,7 +661,7 @@ def test_on_hosts_that_are_always_new_every_pass_comes_to_its_end(in_process):
     for host in range(12):
         data = in_process.call("--repeat", 2, "--peers", host=f"host {host}", cut=5)
     assert all(len(row["runs"]) == 2 for row in data["rows"]) and not data["complete"]
-    assert data["rows"][-1]["over_before"] is None  # rung 10 ran elsewhere
+    assert data["rows"][-1]["over_before"] is None  # rung 10 ran on another host
     data = in_process.call("--repeat", 2, "--peers", host="the last")
     assert data["complete"] and data["rows"][-1]["over_before"]
 
@@ -670,7 +670,7 @@ def test_the_same_host_goes_on_where_it_was(in_process):
     in_process.call("--repeat", 2, cut=5)
     data = in_process.call("--repeat", 2)
     assert len(data["hosts"]) == 1 and data["complete"] and len(in_process.state.ran) == 24 - 5
-    assert in_process.call("--repeat", 2, host="another") == data  # where nothing is left
+    assert in_process.call("--repeat", 2, host="another") == data  # nothing is left to measure
 
 
 @pytest.mark.parametrize("other", [{"torch": "3"}, {"cuda": "2"}, {"name": "Another GPU"}])
@@ -690,7 +690,7 @@ def test_another_gpu_torch_or_cuda_is_another_measurement(in_process, monkeypatc
         (13, {"ladder": 12, "profile": 1}),
         (28, {"ladder": 12, "profile": 12, "batches": 4}),
         (34, {"ladder": 12, "profile": 12, "batches": 6, "peers": 4}),
-        (38, {"ladder": 12, "profile": 15, "batches": 6, "peers": 5}),  # every second pass goes down
+        (38, {"ladder": 12, "profile": 15, "batches": 6, "peers": 5}),  # every second pass is in reverse order
         (53, {"ladder": 24, "profile": 15, "batches": 6, "peers": 8}),
     ],
 )
@@ -705,7 +705,7 @@ def test_what_a_budget_is_spent_on_first_is_worth_most(in_process, runs, expecte
 
 
 def test_every_first_pass_compiles_with_nothing_in_the_cache_and_no_other(in_process, tmp_path):
-    (tmp_path / "out-cache" / "baseline_py" / "kernels").mkdir(parents=True)  # of an earlier measurement
+    (tmp_path / "out-cache" / "baseline_py" / "kernels").mkdir(parents=True)  # left by an earlier measurement
     data = in_process.call("--repeat", 2, "--profile", cut=30)
     data = in_process.call("--repeat", 2, "--profile")
     assert [[run["cold"] for run in row["runs"]] for row in data["rows"]] == [[True, False]] * 12
@@ -720,7 +720,7 @@ def test_another_measurement_is_never_written_over(made_up):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "holds a measurement with other settings: name another folder" in done.stderr
     assert path.read_bytes() == before
-    assert made_up.call("--repeat", 5).returncode == 0  # by itself it takes a free folder
+    assert made_up.call("--repeat", 5).returncode == 0  # without --out it makes a new folder
     other = path.parent.with_name(f"{path.parent.name}-2")
     assert made_up.result(other)[1]["settings"]["repeat"] == 5
     assert path.read_bytes() == before
@@ -785,13 +785,13 @@ def test_fit_finds_the_largest_batch_and_measures_there(made_up):
     done = made_up.call("--fit", "--repeat", 1)
     assert done.returncode == 0, done.stderr
     fits = [row["fit"] for row in made_up.result()[1]["rows"]]
-    assert [fit["batch_size"] for fit in fits] == [8, 8, 64]  # 78 * 128 + 1 tokens are the text
+    assert [fit["batch_size"] for fit in fits] == [8, 8, 64]  # the 10,000 tokens are enough for B 78
     assert all("out of memory with B 16 and T 128" in fit["limit"] for fit in fits[:2])
     assert fits[2]["limit"] == "c.py: error: 10000 tokens, but B 128 and T 128 need more"
     assert [fit["tokens_per_s"] for fit in fits] == [16_000, 32_000, 64_000]
     assert fits[2]["peak_memory_gib"] == 64
     trials = [line for line in made_up.folder.joinpath("order.txt").read_text().splitlines() if line.startswith("b")]
-    assert len(trials) == 3  # the pass, 8 and 16: it starts where a.py ended
+    assert len(trials) == 3  # the pass, B 8 and B 16: the search starts at the size found for a.py
 
 
 @pytest.mark.parametrize(
@@ -806,7 +806,7 @@ def test_fit_finds_the_largest_batch_and_measures_there(made_up):
     ],
 )
 def test_a_batch_that_does_not_fit_is_told_from_a_run_that_fails(in_process, monkeypatch, most, error, cell):
-    """A "+" says that the text ended before the memory. A failure says nothing of either, and is tried again."""
+    """A "+" means that the text ran out before the memory. Another failure gives no size and is tried again."""
     execute = measure.execute
 
     def limited(words, cache, on_step=None):
@@ -856,7 +856,7 @@ def test_the_newest_of_each_device_and_model_is_shown_gpus_first(tmp_path, monke
 
 
 def shown(figure):
-    """What a reader sees of a figure: (the label of x, {bar or curve: its lengths or points})."""
+    """What a figure shows: (the label of its x axis, {bar or curve: its lengths or points})."""
     (axes,) = figure.axes
     names = [label.get_text() for label in axes.get_yticklabels()]
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
@@ -988,18 +988,18 @@ def test_committed_results_are_valid_and_add_up(path):
     assert json.dumps(data) == text
 
 
-# ---- the real thing
+# ---- the real scripts
 
 
 @pytest.mark.slow
 def test_make_ladder_measures_every_row(clone):
-    """With all that a CPU can do, on the real scripts, uncompiled: ended by Ctrl-C halfway, and then continued.
+    """`make ladder`, with every option for a CPU, measures the real scripts, uncompiled. Ctrl-C interrupts it once.
 
-    Rungs 01, 02 and 04 to 09 are left out, which a measurement treats as it does the others.
+    Rungs 01, 02 and 04 to 09 are left out to save time: measure.py treats them like the others.
     """
     ladder, left_out = clone / "ladder.toml", r'\[\[rung\]\]\nfile = "speedup_0[124-9].*?(?=\[\[rung\]\])'
     ladder.write_text(re.sub(left_out, "", ladder.read_text(encoding="utf-8"), flags=re.DOTALL), encoding="utf-8")
-    for script in (*since(5), "measure/peers.py"):  # a measurement drops TORCH_COMPILE_DISABLE, which would change it
+    for script in (*since(5), "measure/peers.py"):  # TORCH_COMPILE_DISABLE has no effect: measure.py unsets it
         text = (clone / script).read_text(encoding="utf-8").replace("torch_compile=True", "torch_compile=False")
         (clone / script).write_text(text.replace("model.compile(", "dict("), encoding="utf-8")
     flags = "--model nano --device cpu --batch-size 1 --seq-len 16 --steps 2 --peers --branches --profile"
@@ -1016,7 +1016,7 @@ def test_make_ladder_measures_every_row(clone):
     assert [row["name"] for row in data["rows"]] == [name for name in rows if not re.match("speedup_0[124-9]", name)]
     for row in data["rows"]:
         assert row["error"] is None and len(row["runs"]) == 1 and len(row["runs"][0]["times_ms"]) == 2, row["name"]
-        ceiling = data["roof"]["ceilings_tflops"].get(row["precision"])  # a CPU may have none for fp16
+        ceiling = data["roof"]["ceilings_tflops"].get(row["precision"])  # a CPU may have no peak for fp16
         assert 0 < row["roof_share"] < 1 if ceiling else row["precision"] == "fp16", row["name"]
         under_torchrun = row["name"] == "ddp_run.py under torchrun"
         assert under_torchrun or list(row["profile"]["groups_ms"]) == list(render.GROUPS), row["name"]
@@ -1040,7 +1040,7 @@ def test_a_model_that_no_script_knows_is_refused_before_anything_is_measured(tmp
 
 @pytest.mark.slow
 def test_the_measured_speed_agrees_with_an_outside_clock():
-    """The lines come as far apart as the steps say they took. The machine is shared: one try of three must agree."""
+    """Step times agree with the intervals between printed lines. The machine is shared: one try of three must agree."""
     command = [sys.executable, ROOT / "speedup_04_residual_init.py", "--steps", "20"]
     for _ in range(3):
         printed, came = "", []

@@ -15,7 +15,7 @@ MISTAKES = [mistake for mistakes in read_toml("dev/mistakes.toml").values() for 
 
 
 def plant(mistake, source):
-    """A file with the mistake in it, or None if it has not got its lines."""
+    """The source with the mistake planted, or None if a line to change does not occur exactly once."""
     for right, wrong in mistake["edits"]:
         if source.count(right) != 1:
             return None
@@ -24,7 +24,7 @@ def plant(mistake, source):
 
 
 def looked_at(check):
-    """The scripts that a test is run on."""
+    """The scripts with which a test is parametrized."""
     file, name = check.split("[")[0].split(".py::")
     for mark in getattr(importlib.import_module(file), name).pytestmark:
         if mark.name == "parametrize" and mark.args[0].startswith("script"):  # or "script, case"
@@ -34,7 +34,7 @@ def looked_at(check):
 
 
 def places(mistake):
-    """The files to plant it in. A definition that several scripts share byte for byte counts once."""
+    """The files to plant a mistake in: one for all scripts that share the edited definitions byte for byte."""
     file, check, edits = mistake["file"], mistake["check"], mistake["edits"]
     if "{script}" not in check:
         return [file]
@@ -61,7 +61,7 @@ def project(tmp_path_factory):
 def test_a_mistake_is_caught(mistake, script, project, verdict):
     right = (ROOT / script).read_text(encoding="utf-8")
     wrong = plant(mistake, right)
-    assert wrong, f"{script} has not got these lines once"
+    assert wrong, f"{script} does not contain each of these lines exactly once"
     (project / script).write_text(wrong, encoding="utf-8")
     status, seen = verdict(project, project / "tests" / mistake["check"].format(script=script))
     (project / script).write_text(right, encoding="utf-8")

@@ -15,8 +15,8 @@ from conftest import FP16, ROOT, RUNGS, SCRIPTS, TRAIN, clips, load, nano, save_
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("no_evaluation")
-BF16, TF32, FP16_SPACING = 2**-7, 2**-10, 2**-10  # how far apart such numbers are at 1
-FLOAT32 = 2**-20  # eight times that: the sums are in float32 too
+BF16, TF32, FP16_SPACING = 2**-7, 2**-10, 2**-10  # the spacing of such numbers at 1
+FLOAT32 = 2**-20  # eight times the spacing of float32, which the sums use as well
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def steps(checkpoint, inductor_cache):
-    """Script and options -> the steps of a run that starts from the checkpoint. A few are kept: one may take 300 MB."""
+    """A function that returns a script's steps from the checkpoint. It caches four runs: one may take 300 MB."""
 
     @functools.lru_cache(maxsize=4)
     def steps(script, number=3, **options):
@@ -55,7 +55,7 @@ def exact(checkpoint):
 
 @pytest.fixture(autouse=True)
 def bf16(monkeypatch):
-    """The rungs compute in bf16 on any CPU, slow as it may be."""
+    """Make the rungs compute in bf16 on any CPU, even if that is slow."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
 
 
@@ -69,20 +69,20 @@ COMPILING = pytest.param(SCRIPTS[5], marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("script", [COMPILING if script == SCRIPTS[5] else script for script in since(1)])
 def test_the_first_step_is_that_of_the_rung_before_in_float32(script, steps):
-    """Logits, loss and every gradient, within 1e-5. Three ideas change one of them, by an amount that is known."""
+    """Logits, loss and gradients match within 1e-5, except that three ideas change one of them by a known amount."""
     compiled = script == SCRIPTS[5]
     before = steps(RUNGS[script].before, autocast=False)[0]
     after = steps(script, number=10 if compiled else 3, autocast=False, compiled=compiled)[0]
     loss, gradients, bound = 1e-5, dict(before.grads), 1e-5
-    if script == SCRIPTS[1]:  # the tied matrix gets the sum of both gradients
+    if script == SCRIPTS[1]:  # the gradient of the tied matrix is the sum of both
         gradients["transformer.wte.weight"] = gradients["transformer.wte.weight"] + gradients.pop("lm_head.weight")
-    if script == SCRIPTS[7]:  # 47 more logits share the probability: each is the mean of the others
+    if script == SCRIPTS[7]:  # 47 more logits share the probability; each padding row is the mean of the others
         loss, bound = math.log(50304 / 50257), 47 / 50257
-    if script in (SCRIPTS[8], FP16):  # the global norm is cut to 1
+    if script in (SCRIPTS[8], FP16):  # the global norm is clipped to 1
         norm = math.sqrt(sum(np.square(grad.double().numpy()).sum() for grad in gradients.values()))
         assert norm > 1.5
-        gradients, bound = {name: grad / norm for name, grad in gradients.items()}, 1e-4  # as exact as float32 adds
-    if script in clips():  # clipping hides by how much the gradient is off: the norm before it does not
+        gradients, bound = {name: grad / norm for name, grad in gradients.items()}, 1e-4  # the sum is in float32
+    if script in clips():  # clipping hides a wrong scale of the gradient; the norm before clipping shows it
         norm = float(before.printed["norm"]) if before.printed["norm"] else norm
         assert float(after.printed["norm"]) == pytest.approx(norm, rel=1e-4)
     if not compiled:
@@ -94,16 +94,16 @@ def test_the_first_step_is_that_of_the_rung_before_in_float32(script, steps):
 
 
 def is_as_precise(step, exact, dtype, spacing):
-    """Whether a step is off float64 by as much as numbers so far apart make it, and by no more.
+    """Assert that a step differs from float64 by about as much as rounding to this type, with this spacing at 1.
 
-    Rounding moves a number by up to half the spacing of its type; the errors of a few layers add up.
+    Rounding changes a number by up to half the spacing; the errors of several layers add up.
     """
     assert step.logits[0].dtype == dtype
     off = error(step.logits[0].cpu(), exact.logits)
     assert off <= 2 * spacing and (off >= spacing / 4 or spacing == FLOAT32)
     assert step.losses[0] == pytest.approx(exact.loss, rel=max(spacing / 16, 1e-6))  # the loss is float32
     for name, grad in exact.gradients.items():
-        scale = float(step.printed["norm"] or 1)  # by which clipping divided it
+        scale = float(step.printed["norm"] or 1)  # clipping divided by this
         assert error(step.grads[name].cpu() * scale, grad) <= 4 * spacing, name
         assert step.grads[name].dtype == step.after[name].dtype == torch.float32
 
@@ -152,9 +152,9 @@ def test_residual_init_divides_the_projections_and_nothing_else():
 
 
 def adamw(steps, settings):
-    """The weights after each step by the equations of Loshchilov & Hutter 2019, algorithm 2, in float64.
+    """The weights after each step according to Loshchilov & Hutter 2019, algorithm 2, in float64.
 
-    settings(number of the step, from 1; dimensions of the parameter) -> learning rate, betas, weight decay
+    `settings` maps a step's number, from 1, and a parameter's dimensions to (learning rate, betas, weight decay).
     """
     m, v = ({name: np.zeros(p.shape) for name, p in steps[0].before.items()} for _ in range(2))
     for t, step in enumerate(steps, start=1):
@@ -188,7 +188,7 @@ def test_the_weights_move_as_the_equations_of_adamw_say(script, steps):
 
 
 def test_fused_adamw_moves_the_weights_as_the_plain_one_does(steps):
-    """Three steps on the same gradients."""
+    """On the same gradients, fused and plain AdamW give the same weights within 1e-6 for three steps."""
     run = steps(SCRIPTS[10], autocast=False)
     weights = {name: nn.Parameter(p.clone()) for name, p in run[0].before.items()}
     groups = [{"params": [p], "weight_decay": 0.1 if p.dim() == 2 else 0.0} for p in weights.values()]
@@ -206,7 +206,7 @@ def test_fused_adamw_moves_the_weights_as_the_plain_one_does(steps):
 @pytest.mark.slow
 def test_ten_compiled_steps_are_those_of_eager(steps):
     def seen(name, p):
-        """Softmax cancels the key's bias. Its gradient is rounding alone, and AdamW makes whole steps of it."""
+        """Leave out the keys' bias. Softmax cancels it, but AdamW turns its gradient's rounding into full steps."""
         return torch.cat([p[:32], p[64:]]) if name.endswith("c_attn.bias") else p
 
     eager = steps(SCRIPTS[4], number=10, autocast=False)

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 
 def write(path, losses, scores=(), more=""):
-    """A log as pretrain/train.py writes it: a header, a row per step, a row per evaluation."""
+    """Write a log as pretrain/train.py does: a header, a row per step and a row per evaluation."""
     rows = [{"begun": "2026-11-25"}] + [{"step": step, "loss": loss, "sec": 0.1} for step, loss in enumerate(losses)]
     rows += [{"step": step, "val_loss": score, "samples": ["x"]} for step, score in scores]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + more)
@@ -17,7 +17,7 @@ def write(path, losses, scores=(), more=""):
 
 
 def shown(runs):
-    """{label: (steps, losses)} of the curves of a plot, and the top of it."""
+    """({label: (steps, losses)} of a plot's curves, the upper end of its y axis)."""
     (axes,) = plot.draw(runs).axes
     curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
     return curves, axes.get_ylim()[1]
@@ -30,7 +30,7 @@ def test_training_and_validation_stand_under_their_own_names(tmp_path):
         "a, training": ([0, 1, 2, 3], [10, 9, 6, 4]),
         "a, validation, lowest 7.000 at step 2": ([0, 2, 4], [11, 7, 8]),
     }
-    assert top == pytest.approx(1.02 * 9)  # step 0 is above it
+    assert top == pytest.approx(1.02 * 9)  # the loss of step 0 is left out
 
 
 def test_a_long_run_is_shown_as_means(tmp_path):
@@ -87,7 +87,7 @@ def test_a_kind_of_picture_that_is_not_known_is_refused_and_a_log_is_not_overwri
 
 
 def test_the_run_in_results_has_turned_up_at_its_end():
-    """As the page on pre-training says: its lowest validation loss is neither the first nor the last."""
+    """As the page on pre-training states, the lowest validation loss is neither the first nor the last."""
     (log,) = (ROOT / "results").glob("pretrain-*/log.jsonl")
     _, scores = plot.curve(plot.read(log), "val_loss")
     assert 0 < scores.argmin() < len(scores) - 1

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from conftest import LONG, ROOT, STEP, load, play, since, watch
 from torch import nn
 
-PLAIN = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}  # what is tested here does not depend on it
+PLAIN = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}  # threads and compilation do not matter to these tests
 SIZES = ["--model", "nano", "--seq-len", "32", "--batch-size", "2", "--total-batch-size", "256"]
 FAULTY = """
-# long_run.py, in which one rank fails in its fourth step, unless torchrun has started it anew
+# Run long_run.py. One rank fails in its fourth step, unless torchrun has restarted it.
 import os, runpy, signal, sys, torch
 count, update = 0, torch.optim.AdamW.step
 def step(optimizer, *args, **kwargs):
@@ -56,7 +56,7 @@ def curve(done):
 
 
 def train_two_steps(rank, ranks, port, out, script, device, sizes):
-    """One rank of a script, in a process of its own: in float32 and uncompiled, at one batch size after the other.
+    """Run one rank of a script in its own process, in float32 and uncompiled, at each batch size in turn.
 
     Rank 0 writes {batch size: (what main() printed, the gradients of each step before clipping)} to `out`.
     """
@@ -67,12 +67,12 @@ def train_two_steps(rank, ranks, port, out, script, device, sizes):
 
     def look(parameters, limit):
         parameters = list(parameters)
-        whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parameters]  # FSDP: slices
+        whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parameters]  # FSDP: shards
         grads.append([grad.detach().cpu().clone() for grad in whole])
         return clip(parameters, limit)
 
     def meet(backend):
-        """The ranks of one run could find addresses of the run before, under the same names."""
+        """Give each run its own prefix: its ranks could otherwise find the addresses of the run before."""
         begin(backend, store=dist.PrefixStore(f"run {len(found)}", store), rank=rank, world_size=ranks)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -90,7 +90,7 @@ def train_two_steps(rank, ranks, port, out, script, device, sizes):
 
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory):
-    """{batch size: (the printed steps, the gradients of each)} of a script on so many ranks, device cpu or cuda."""
+    """A function that trains on several ranks: {batch size: (what main() printed, the gradients of each step)}."""
 
     @functools.cache
     def at(ranks, *sizes, script="ddp_run.py", device="cpu"):
@@ -106,7 +106,7 @@ def gradients(tmp_path_factory):
 
 
 def same(one, many, tolerance=1e-5):
-    """Steps with the loss, the norm and each gradient of the others."""
+    """Assert that runs have the loss, norm and gradients of one run in each step, within a tolerance."""
     for (printed, grads), (expected, wanted) in zip(many.values(), [one] * len(many), strict=True):
         ours, theirs = (list(STEP.finditer(text)) for text in (printed, expected))
         assert len(ours) == len(theirs) == len(grads) == len(wanted) == 2
@@ -145,7 +145,7 @@ def test_one_rank_of_nccl_has_the_gradients_of_gloo(gradients, script, measured)
 
 @pytest.fixture(scope="module")
 def calm(run, small):
-    """Eight steps of two ranks that nothing happens to."""
+    """The curve of eight undisturbed steps on two ranks."""
     done = run("ddp_run.py", *SIZES, "--steps", 8, torchrun=2, folder=small, **PLAIN)
     assert len(done.losses) == 8
     return curve(done)
@@ -153,7 +153,10 @@ def calm(run, small):
 
 @pytest.mark.slow
 def test_slices_train_as_the_whole_does_and_either_goes_on_from_the_other(run, small, calm, tmp_path):
-    """In bf16, if the CPU has it, on two ranks; the first of these runs is compiled."""
+    """Sharded training on two ranks has the losses of unsharded training, and each resumes from the other's checkpoint.
+
+    All use bf16 if the CPU has it. The first sharded run is compiled.
+    """
     words = *SIZES, "--steps", 8, "--save-every", 6, "--checkpoint-dir"
     expected = [float(loss) for _, loss, _ in calm]
     slices = run("branches/fsdp_run.py", *words, tmp_path / "slices", torchrun=2, folder=small)
@@ -173,12 +176,12 @@ def test_slices_train_as_the_whole_does_and_either_goes_on_from_the_other(run, s
 
 @pytest.fixture
 def faulty(tmp_path, run, small):
-    """Run long_run.py on two ranks of which the second fails."""
+    """Run long_run.py on two ranks, the second of which fails."""
 
     def with_fault(fault, *args, restarts=0):
         path = tmp_path / "faulty.py"
         path.write_text(FAULTY.format(fault=fault, script=str(small / LONG)))
-        # or a rank that is started anew finds where the one before it could be met (pytorch/pytorch#135712)
+        # otherwise a restarted rank finds the address of the rank that it replaces (pytorch/pytorch#135712)
         environment = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return run(path, *SIZES, *args, torchrun=2, restarts=restarts, timeout=120, **environment)
 
@@ -198,7 +201,7 @@ def test_a_rank_that_fails_takes_the_others_with_it_and_is_named(faulty, tmp_pat
     assert done.returncode != 0
     lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in lines if str(tmp_path) in line]
-    # torchrun calls the earliest failure the root cause, to the second: this rank's, or the one it caused
+    # torchrun names the earliest failure, to the second, as the root cause: this rank's, or one that it caused
     _, *failures = re.split(r"\n *\[\d\]:\n", done.stderr)
     failed = [failure for failure in failures if re.search(r"rank +: 1 ", failure)]
     assert len(failed) == 1 and cause in failed[0], done.stderr
@@ -210,14 +213,14 @@ def test_max_restarts_goes_on_from_the_newest_checkpoint(faulty, calm, tmp_path)
     saving = "--checkpoint-dir", tmp_path / "saved", "--save-every", 2, "--resume", "--log-file", tmp_path / "log.jsonl"
     done = faulty("os.kill(os.getpid(), signal.SIGKILL)", "--steps", 8, *saving, restarts=1)
     assert done.returncode == 0, done.stderr
-    assert re.search("[24] of 8 steps are done", done.stdout)  # rank 0 may still have saved the step
-    steps = {step: (step, loss, norm) for step, loss, norm in curve(done)}  # those done twice count once
+    assert re.search("[24] of 8 steps are done", done.stdout)  # rank 0 may have saved step 4
+    steps = {step: (step, loss, norm) for step, loss, norm in curve(done)}  # repeated steps count once
     assert list(steps.values()) == calm
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 1 + 8
 
 
 def test_it_trains_alone_if_torchrun_has_not_started_it(monkeypatch):
-    """Whatever a cluster sets for its machines."""
+    """A script that torchrun has not started trains alone, even if a cluster sets RANK and WORLD_SIZE."""
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -239,7 +242,7 @@ def test_a_port_in_use_is_one_line(refused, monkeypatch):
 
 @pytest.mark.slow
 def test_ranks_with_different_folders_are_refused(run, small, tmp_path):
-    """Two machines without a common disk: rank 0 finds a checkpoint, rank 1 none."""
+    """Two machines without a common disk are refused: rank 0 finds a checkpoint, and rank 1 finds none."""
     watch(LONG, *SIZES, "--steps", 2, "--checkpoint-dir", tmp_path / "0" / "saved")
     (tmp_path / "1").mkdir()
     script = tmp_path / "apart.py"
@@ -273,13 +276,13 @@ def test_torchrun_works_on_a_machine_that_does_not_know_its_own_name_if_told_its
             (line for line in lines if re.search("median of steps|no-such-host.* cannot be retrieved", line)), ""
         )
         patience.cancel()
-        os.killpg(child.pid, signal.SIGKILL)  # else it would try for minutes
+        os.killpg(child.pid, signal.SIGKILL)  # else torchrun would keep trying for minutes
     assert said and ("median of steps" in said) == bool(advice), said
 
 
 @pytest.fixture
 def agents(small, tmp_path):
-    """Start two machines: a torchrun each, which meet on a port, with a rank each."""
+    """Start two torchruns that stand in for two machines. They meet on a port and run one rank each."""
 
     def start(*args):
         port = free_port()
@@ -299,7 +302,7 @@ def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, agents, tmp
     texts = [agent.communicate(timeout=200)[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], texts
     steps = [(m["step"], m["loss"], m["norm"]) for m in STEP.finditer("".join(texts))]
-    assert steps == calm  # from rank 0 alone
+    assert steps == calm  # rank 0 alone prints
 
     shutil.rmtree(tmp_path / "saved")
     words = "--steps", 10000, "--log-file", tmp_path / "log.jsonl"
@@ -308,7 +311,7 @@ def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, agents, tmp
     while not (tmp_path / "log.jsonl").exists() or (tmp_path / "log.jsonl").read_text().count("\n") < 4:
         assert time.monotonic() < patience
         time.sleep(0.1)
-    both[1].send_signal(signal.SIGTERM)  # one machine is taken away: both finish the step, and it is saved
+    both[1].send_signal(signal.SIGTERM)  # one machine is stopped: both finish the step and save it
     texts = [agent.communicate(timeout=120)[0] for agent in both]
     assert all(agent.returncode != 0 for agent in both), texts
     stopped = max(int(path.stem[5:]) for path in (tmp_path / "saved").glob("step_*.pt"))
@@ -321,7 +324,7 @@ def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, agents, tmp
 
 
 def test_slurm_starts_a_torchrun_per_machine_and_queues_again_what_it_must_stop(tmp_path, monkeypatch):
-    """Slurm's commands and torchrun are stand-ins that write down how they are called."""
+    """slurm.sbatch starts a torchrun per machine and requeues a stopped job. Stubs replace Slurm and torchrun."""
     for name, body in {
         "scontrol": "[ $1 = show ] && echo node1 && echo node2",
         "srun": 'exec "$@"',
@@ -344,7 +347,7 @@ def test_slurm_starts_a_torchrun_per_machine_and_queues_again_what_it_must_stop(
     monkeypatch.setattr("sys.argv", [LONG, *torchrun.split(LONG)[1].split()])
     assert load(LONG).parse_args().resume
 
-    (tmp_path / "quick").touch()  # a run that fails is not queued again
+    (tmp_path / "quick").touch()  # a run that fails is not requeued
     calls.unlink()
     assert subprocess.run(["bash", ROOT / "pretrain" / "slurm.sbatch"], env=environment).returncode == 3
     assert "requeue" not in calls.read_text()
@@ -356,7 +359,7 @@ def test_the_arithmetic_of_the_all_reduce():
 
 
 def test_the_bandwidth_of_a_bus_does_not_depend_on_the_number_of_ranks(monkeypatch, capsys):
-    """In a ring of 4 each rank sends and receives 3/4 of the bytes twice; it takes half a second."""
+    """Bus bandwidth is the bytes each rank sends per second: in a ring of 4, 2 × 3/4 of the gradients in 0.5 s."""
     clock = iter([read for _ in range(15) for read in (0.0, 0.5)])
     for name, answer in ("init_process_group", None), ("get_rank", 0), ("get_world_size", 4), ("barrier", None):
         monkeypatch.setattr(dist, name, lambda *args, answer=answer: answer)
@@ -389,7 +392,7 @@ def test_the_all_reduce_is_measured(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_three_kills(run, small, ranks):
-    """python tests/kills.py 50 does many more."""
+    """After three kills, a run ends as an undisturbed one does. `python tests/kills.py 50` kills it fifty times."""
     done = run("tests/kills.py", 3, "--seed", 1, "--ranks", ranks, timeout=900, folder=small, **PLAIN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
@@ -401,7 +404,7 @@ def test_three_kills(run, small, ranks):
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory):
-    """Train nano 24 steps, its gradients rounded a little differently, or with a step in which nothing is updated."""
+    """Train nano for 24 steps with slightly different gradients, or with one step that updates nothing."""
 
     @functools.cache
     def spoilt(rounding=0.0, lost=None):

@@ -26,7 +26,7 @@ ALONE = ["baseline.py", *COMPILED]
 
 
 def sizes(script):
-    """What makes a run of a script shorter: fewer micro-steps, and fewer numbers in fp16, which a CPU emulates."""
+    """Flags that shorten a run: fewer micro-steps, or a smaller batch in fp16, which a CPU emulates."""
     if script == FP16:
         return ["--batch-size", 1, "--seq-len", 32]
     return ["--total-batch-size", 1024] * (script in since("ddp_run.py"))
@@ -38,7 +38,7 @@ def losses(printed):
 
 @pytest.fixture(scope="session")
 def printed(run, tmp_path_factory):
-    """Script -> what a run of it prints: some alone in a folder and a process, others in this process, uncompiled."""
+    """A function that returns a script's output. Scripts in ALONE run in their own folder and process, others here."""
 
     @functools.cache
     def printed(script):
@@ -54,7 +54,7 @@ def printed(run, tmp_path_factory):
 
 
 def alone(run, *words, **environment):
-    """What is printed by a run that must succeed without a warning and leave nothing behind."""
+    """Run a script that must succeed without a warning and leave no file behind. Return what it printed."""
     done = run(*words, **environment)
     assert (done.returncode, done.stderr, done.left_behind) == (0, "", []), done.stderr
     return done.stdout
@@ -62,7 +62,7 @@ def alone(run, *words, **environment):
 
 @pytest.mark.slow
 def test_uv_runs_a_script_where_nothing_is_installed(tmp_path):
-    """With the versions that the tests run with, and no package that only tests, tools or the site need."""
+    """`uv run` installs the torch version of the tests, and no package that only tests, tools or the site need."""
     for name in ("pyproject.toml", "input.txt", SCRIPTS[3]):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "tokenizer", tmp_path / "tokenizer")
@@ -79,7 +79,10 @@ def test_uv_runs_a_script_where_nothing_is_installed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in ALONE or script == SCRIPTS[5]])
 def test_a_second_run_in_a_process_of_its_own_is_the_first_again(run, printed, script):
-    """From rung 08 on the second is compiled, and the first was not; rung 05 is compiled twice."""
+    """A second run, in a separate process, repeats the losses of the first.
+
+    From rung 08 on, only the second run is compiled. Rung 05 is compiled in both.
+    """
     rounding = 0 if script in SCRIPTS[:6] else 1e-2 if BF16_CPU else 1e-4
     again = losses(alone(run, script, "--steps", STEPS, *sizes(script)))
     assert again == pytest.approx(losses(printed(script)), abs=rounding)
@@ -122,16 +125,16 @@ def test_the_lines_are_those_of_the_contract(printed, script):
         assert (step["left"] is not None) == (script in since(LONG) and int(step["step"]) > 0)
         assert step["scale"] == ("65536" if script == FP16 else None) and not step["skipped"]
         ms, rate = float(step["ms"]), float(step["rate"].replace(",", ""))
-        assert rate == pytest.approx(tokens / (ms / 1000), rel=1e-3, abs=1)  # tokens per SECOND
+        assert rate == pytest.approx(tokens / (ms / 1000), rel=1e-3, abs=1)  # per second, not per step
         times.append(ms)
     summary = SUMMARY.fullmatch(lines[STEPS])
     assert summary, lines[STEPS]
-    assert (summary["first"], summary["last"]) == ("2", "3")  # under 20 steps the first half is left out
+    assert (summary["first"], summary["last"]) == ("2", "3")  # below 20 steps, the median leaves out the first half
     assert float(summary["ms"]) == pytest.approx(statistics.median(times[2:]), abs=0.02)
     assert float(summary["rate"].replace(",", "")) == pytest.approx(
         tokens / float(summary["ms"]) * 1000, rel=1e-3, abs=1
     )
-    assert summary["memory"] is None  # only a GPU's allocator counts it
+    assert summary["memory"] is None  # only a GPU's allocator reports it
     assert len(lines) == STEPS + 1
 
 
@@ -153,7 +156,7 @@ def test_nano_takes_4096_tokens_per_step_unless_told():
 
 
 def test_ctrl_c_prints_the_summary_so_far(run, tmp_path):
-    # a run that sends itself what a terminal sends, once two steps are done
+    # The run sends itself SIGINT, as a terminal does on Ctrl-C, once two steps are done.
     script = tmp_path / "interrupted.py"
     script.write_text(
         "import os, runpy, signal, sys, threading, time\n"

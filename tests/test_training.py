@@ -44,11 +44,11 @@ SAVING = since(LONG, among=list(RUNGS))
 V100, T4, A100, H100 = (7, 0), (7, 5), (8, 0), (9, 0)  # compute capabilities
 WORK = {"synchronize", "next_batch", "zero_grad", "forward", "backward", "step"}
 
-TEXT = ROOT / "tests" / "data" / "published_curve.json"  # short, and no edit of the project changes it
+TEXT = ROOT / "tests" / "data" / "published_curve.json"  # short, and edits of the project do not change it
 
 
 def train(script, steps, *args, batch=2, length=16, total=None, **options):
-    """The steps of a short run of nano."""
+    """Train nano briefly and return the steps."""
     args += ("--data", TEXT, "--steps", steps, "--batch-size", batch, "--seq-len", length)
     if script in ACCUMULATE:
         args += ("--total-batch-size", total or batch * length)
@@ -56,7 +56,7 @@ def train(script, steps, *args, batch=2, length=16, total=None, **options):
 
 
 def record(script, device):
-    """(the steps of a short run, what main() did in order: the names of its calls, what its clock read)"""
+    """Train for two steps. Return (the steps, the names of main()'s calls and its clock readings, in order)."""
     module, events = load(script), []
     forward = module.GPT.forward
 
@@ -80,7 +80,7 @@ def record(script, device):
         patch.setattr(module, "time", clock)
         hook = register_optimizer_step_pre_hook(lambda *_: events.append("step"))
         try:
-            steps = train(script, 2, "--model", "nano", total=64, device=device)  # in ddp_run.py two micro-steps
+            steps = train(script, 2, "--model", "nano", total=64, device=device)  # two micro-steps in ddp_run.py
         finally:
             hook.remove()
     return steps, events
@@ -125,9 +125,9 @@ def test_the_clock_is_read_when_the_device_has_finished(script, device, recorded
 
 @pytest.mark.parametrize("script", LOOPS)
 def test_python_waits_for_a_gpu_at_the_end_of_a_step_alone(script, on_a_gpu):
-    """But for the copies of each batch."""
+    """Except for the copies of each batch, Python waits for a GPU only at the end of a step."""
     events = [event for event in on_a_gpu(script)[1] if event in WORK or event in ("wait", "copy")]
-    steps = "/".join(events).split("synchronize")[1::2]  # from the clock's start to its end
+    steps = "/".join(events).split("synchronize")[1::2]  # the timed part of each step
     assert len(steps) == 2
     for step in steps:
         before, after = step.split("step")
@@ -136,7 +136,7 @@ def test_python_waits_for_a_gpu_at_the_end_of_a_step_alone(script, on_a_gpu):
 
 
 def precision_of(script):
-    """What a script computes in: whether TF32 was allowed, the type of the logits, whether every run is the same."""
+    """(whether a script allows TF32, the dtype of its logits, whether it uses deterministic algorithms)."""
     (step,) = train(script, 1, "--model", "nano", batch=1, length=8, device="cuda")
     deterministic = torch.are_deterministic_algorithms_enabled()
     return torch.get_float32_matmul_precision() == "high", step.logits[0].dtype, deterministic
@@ -144,7 +144,7 @@ def precision_of(script):
 
 @pytest.mark.parametrize("script", LOOPS)
 def test_a_gpu_computes_in_the_fastest_type_that_it_has(script):
-    """TF32 and bf16 from compute capability 8.0 on, no slow, deterministic kernels."""
+    """A GPU uses TF32 and bf16 from compute capability 8.0 on, and not the slow deterministic kernels."""
     for capability in V100, T4, A100, H100:
         ampere = capability >= A100
         tf32 = script in since(2, among=list(RUNGS)) and ampere
@@ -153,7 +153,7 @@ def test_a_gpu_computes_in_the_fastest_type_that_it_has(script):
         with made_up_gpu(None, capability):
             assert precision_of(script) == (tf32, dtype, False), capability
     train(script, 1, batch=1, length=8)
-    assert torch.are_deterministic_algorithms_enabled()  # on a CPU one seed is one curve
+    assert torch.are_deterministic_algorithms_enabled()  # on a CPU, a seed repeats the curve
 
 
 @pytest.mark.parametrize("script", since(2, among=list(RUNGS)))
@@ -170,7 +170,7 @@ def test_what_a_gpu_does_not_have_is_said_in_a_line_and_left_out(script):
 
 @pytest.mark.parametrize("script", LOOPS)
 def test_of_two_gpus_the_one_that_was_asked_for_is_used_and_named(script, monkeypatch):
-    """The first, which is PyTorch's current one, is a T4, the second an A100."""
+    """With a T4 as PyTorch's current GPU and an A100 as cuda:1, `--device cuda:1` uses and names only the A100."""
     used, to = [], load(script).GPT.to
     monkeypatch.setattr(load(script).GPT, "to", lambda model, device: used.append(device) or to(model, device))
     words = "--model", "nano", "--steps", 1, "--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md"
@@ -183,7 +183,7 @@ def test_of_two_gpus_the_one_that_was_asked_for_is_used_and_named(script, monkey
         patch.setattr(torch.accelerator, "synchronize", used.append)
         printed = play(script, *words, device="cuda:1")
     assert "device cuda:1 (GPU 1) | " in printed and {str(device) for device in used} == {"cuda:1"}
-    assert not [line for line in printed.splitlines() if line.startswith("no ")]  # TF32, bf16
+    assert not [line for line in printed.splitlines() if line.startswith("no ")]  # no line on TF32 or bf16
 
 
 @pytest.mark.parametrize("script", LOOPS)
@@ -200,12 +200,12 @@ def test_the_summary_is_the_median_of_the_steady_steps(script, monkeypatch):
     assert last == f"median of steps 3-5: 22.00 ms, {tokens / 0.022:,.0f} tok/s, peak memory 3.00 GiB"
 
 
-# Where nothing is saved a gradient is not looked at: the loss of the next step is not finite either.
+# Scripts that save nothing do not check the gradient: the loss of the next step is not finite either.
 @pytest.mark.parametrize("script, what", [*((s, "loss") for s in LOOPS), *((s, "gradient") for s in SAVING)])
 def test_what_is_not_finite_ends_the_run_and_is_not_saved(script, what, tmp_path, monkeypatch, refused):
     def forward(model, *args):
         zero = 0 * model.lm_head.weight.sum()
-        return zero + math.inf if what == "loss" else zero.sqrt()  # whose slope at 0 is infinite
+        return zero + math.inf if what == "loss" else zero.sqrt()  # its slope at 0 is infinite
 
     monkeypatch.setattr(load(script).GPT, "forward", forward)
     words = ["--steps", 2, "--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md"]
@@ -248,7 +248,7 @@ def test_tokens_are_counted_per_second(script, recorded):
 @pytest.mark.parametrize("script", LOOPS)
 def test_each_step_starts_without_the_gradients_of_the_last(script, recorded):
     passes = [event for event in recorded(script)[1] if str(event).startswith("forward")]
-    later = ["forward, with gradients there"] * (script in ACCUMULATE)  # the second micro-step adds to them
+    later = ["forward, with gradients there"] * (script in ACCUMULATE)  # the second micro-step adds to the gradients
     assert passes == 2 * ["forward", *later]
 
 
@@ -283,7 +283,7 @@ def test_a_compiled_step_returns_the_loss_and_nothing_else(script):
 
     model.compile(backend=look)
     model(*torch.zeros(2, 1, 8, dtype=torch.int64))
-    assert returned == [[()]]  # one graph, and of it one number
+    assert returned == [[()]]  # one graph, which returns one number
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
@@ -299,7 +299,7 @@ def test_modes_with_cuda_graphs_are_refused_where_gradients_add_up(script, mode,
 @pytest.mark.parametrize("script", [*clips(), TRAIN])
 def test_the_gradient_is_clipped_to_a_norm_of_1_before_the_step(script, recorded):
     for step in recorded(script)[0]:
-        assert float(step.printed["norm"]) > 1.5  # the norm before clipping, and there was something to clip
+        assert float(step.printed["norm"]) > 1.5  # the norm before clipping: it is large enough to be clipped
         assert step.norm == pytest.approx(1.0, abs=1e-4)
 
 
@@ -322,12 +322,12 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine(script):
     assert get_lr(0, 50) == pytest.approx(6e-5)
     assert get_lr(9, 50) == pytest.approx(6e-4)
     assert get_lr(10, 50) == pytest.approx(6e-4)
-    assert get_lr(30, 50) == pytest.approx((6e-4 + 6e-5) / 2)  # half way
+    assert get_lr(30, 50) == pytest.approx((6e-4 + 6e-5) / 2)  # halfway
     assert get_lr(49, 50) == pytest.approx(6e-5 + 0.5 * (1 + math.cos(math.pi * 39 / 40)) * 5.4e-4)
     assert get_lr(50, 50) == pytest.approx(6e-5)
     rates = [get_lr(step, 50) for step in range(50)]
     assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True)
-    assert [get_lr(step, 3) for step in range(3)] == pytest.approx([6e-5, 12e-5, 18e-5])  # a run within the warm-up
+    assert [get_lr(step, 3) for step in range(3)] == pytest.approx([6e-5, 12e-5, 18e-5])  # a run within its warm-up
 
 
 @pytest.mark.parametrize("script", versions("main", among=since(9, among=list(RUNGS))))
@@ -366,7 +366,7 @@ def test_micro_steps_add_up_to_the_gradient_of_the_whole_batch(script):
 
 @contextlib.contextmanager
 def rank(number, world_size=2):
-    """In this context a script is a rank of several. The others have the numbers that it has, and answer at once."""
+    """In this context a script is one of several ranks. The others have the same values and respond at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     begin, dist = torch.distributed.init_process_group, torch.distributed
@@ -393,7 +393,7 @@ def rank(number, world_size=2):
         patch.setattr(dist, "all_gather_object", lambda out, mine: out.__setitem__(slice(None), [mine] * world_size))
         patch.setattr(torch.nn.parallel, "DistributedDataParallel", Alike)
         patch.setattr(dist, "init_device_mesh", lambda *args: None)
-        patch.setattr(load(FSDP), "fully_shard", lambda part, mesh: part)  # a slice of everything is everything
+        patch.setattr(load(FSDP), "fully_shard", lambda part, mesh: part)  # no sharding: tensors stay whole
         patch.setattr(torch.Tensor, "full_tensor", lambda tensor: tensor, raising=False)
         patch.setattr("sys.stdout", sys.stdout)  # main() silences all ranks but the first
         try:
@@ -441,7 +441,7 @@ def test_weights_are_saved_under_plain_names_by_several_ranks_too(script, tmp_pa
 
 @pytest.mark.parametrize("script", [script for script in RANKED if script in SAVING])
 def test_a_signal_to_one_rank_ends_all_in_the_same_step(script, tmp_path, monkeypatch):
-    """Here the other rank gets it: this one learns of it from the sum over the ranks."""
+    """If another rank gets a signal, this rank learns of it from the all-reduce and ends in the same step."""
     with rank(0), monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
         patch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.add_(not tensor.is_floating_point()))
         play(script, *SIZES, "--steps", 4, "--checkpoint-dir", tmp_path)
@@ -496,7 +496,7 @@ def test_a_gpu_that_is_full_from_the_start_is_out_of_memory(script, refused):
 
 @pytest.mark.parametrize("script", DDP)
 def test_gradients_travel_once_per_step_in_the_last_backward_pass(script, monkeypatch):
-    """In a process group of one rank: what DDP sends, and when, does not depend on who else there is."""
+    """DDP sends each gradient once per step, in the last backward pass. A single rank is enough to see this."""
     seen, sent = [], []
 
     class Watched(DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""Python imports this at start-up when its folder is on PYTHONPATH: the process then reaches this machine alone."""
+"""Block all but local connections. Python imports this file at start-up if its folder is on PYTHONPATH."""
 
 import socket
 
