@@ -130,7 +130,7 @@ BEFORE = {
     r"reset --soft": "git -c user.name=Test -c user.email=test@localhost commit -q --allow-empty -m more",
     r"propagate\.py .*speedup_11_my_idea|make diff-11": "cp speedup_10_fused_adamw.py speedup_11_my_idea.py\n"
     "sed -i s/0.95/0.96/ speedup_11_my_idea.py\n"
-    'sed -i \'s/^file = "ddp_run.py"/file = "speedup_11_my_idea.py"\\nidea = ""\\n'
+    'sed -i \'s/^file = "ddp_run.py"/file = "speedup_11_my_idea.py"\\ntitle = ""\\nidea = ""\\n'
     'touches = ["main"]\\nlimit = 2\\n\\n[[rung]]\\n&/\' ladder.toml',
 }
 

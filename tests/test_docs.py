@@ -389,7 +389,7 @@ def made_up(tmp_path_factory):
 def add_rung(root):
     """Add a rung before ddp_run.py, as CONTRIBUTING.md describes. The result still compares ddp_run.py with rung 10."""
     ladder = (root / "ladder.toml").read_text(encoding="utf-8")
-    row = '[[rung]]\nfile = "speedup_11_new.py"\nidea = "new"\ntouches = []\nlimit = 0\n\n'
+    row = '[[rung]]\nfile = "speedup_11_new.py"\ntitle = "New"\nidea = "new"\ntouches = []\nlimit = 0\n\n'
     parts = ladder.rpartition('[[rung]]\nfile = "ddp_run.py"')
     (root / "ladder.toml").write_text(f"{parts[0]}{row}{parts[1]}{parts[2]}", encoding="utf-8")
     new = (root / SCRIPTS[10]).read_text(encoding="utf-8").replace("Rung 10", "Rung 11")

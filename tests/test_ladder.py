@@ -216,6 +216,7 @@ When it does not help: never.
 ROW = """
 [[rung]]
 file = "speedup_11_trial.py"
+title = "Trial"
 before = "speedup_10_fused_adamw.py"
 kind = "speed"
 idea = "a trial"
@@ -253,9 +254,9 @@ def test_a_new_idea_takes_a_file_and_a_row(tmp_path, verdict):
 @pytest.mark.parametrize(
     "row, text",
     [
-        ('file = "nowhere.py"\nidea = "none"\ntouches = []\nlimit = 1', "nowhere.py"),
-        ('file = "new.py"\nidea = "none"\ntouches = []\nlimit = 1\nspeed = "twice"', "new.py: "),
-        ('file = "new.py"\nidea = "none"\nbefore = "above.py"', "new.py: above.py, which it is a diff from"),
+        ('file = "nowhere.py"\ntitle = "None"\nidea = "none"\ntouches = []\nlimit = 1', "nowhere.py"),
+        ('file = "new.py"\ntitle = "None"\nidea = "none"\ntouches = []\nlimit = 1\nspeed = "twice"', "new.py: "),
+        ('file = "new.py"\ntitle = "None"\nidea = "none"\nbefore = "above.py"', "new.py: above.py, which it is a diff from"),
         ('file = "new.py"\nidea = "none"\ntouches = "main"\nlimit = 1', "touches is a list"),
         ('file = "new.py"\nidea = "none"\ntouches = []', "new.py: 'limit'"),
         ('file = "new.py"\nidea = "none"\ntouches = []\nlimit = 1\nkind = "fun"', "kind is one of speed, memory"),

@@ -210,7 +210,7 @@ def test_the_idea_of_a_new_rung_reaches_the_files_above_it(clone):
     """The idea of a rung inserted between 10 and ddp_run.py is carried into ddp_run.py and the scripts above."""
     below, old, new = RUNGS["ddp_run.py"].before, "betas=(0.9, 0.95)", "betas=(0.9, 0.98)"
     (clone.root / "speedup_99_trial.py").write_text(clone.texts()[below].replace(old, new), encoding="utf-8")
-    row = '[[rung]]\nfile = "{}"\nidea = "a trial"\ntouches = ["main"]\nlimit = 2\n\n'
+    row = '[[rung]]\nfile = "{}"\ntitle = "Trial"\nidea = "a trial"\ntouches = ["main"]\nlimit = 2\n\n'
     clone.edit(
         "ladder.toml",
         '[[rung]]\nfile = "ddp_run.py"',
