@@ -1,7 +1,8 @@
 """Build the site from the scripts, ladder.toml, results/ and docs/:  python docs/build_site.py   (make docs)
 
-docs/pages/ is handwritten Markdown. This program replaces each <!-- {{ ... }} --> (Jinja) in it with computed text, using
-the templates in docs/parts/. Zensical turns the result into HTML in docs/site/, which you can open from disk or serve.
+docs/pages/ is handwritten Markdown. This program replaces each <!-- {{ ... }} --> (Jinja) in it with computed text,
+using the templates in docs/parts/. Zensical turns the result into HTML in docs/site/, which you can open from disk or
+serve.
 """
 
 import difflib
@@ -176,7 +177,7 @@ def read_diff(before, after):
 def in_page(svg):
     """An SVG file's text, changed for inclusion in a page: its lines and letters have the page's text colour."""
     text = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("fill: #ffffff", "fill: none")
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)  # a style would affect the page
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)  # both act on the whole page
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # figures on one page would share ids
     return re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
 
@@ -188,7 +189,7 @@ PICTURE = re.compile(
 
 
 def with_figures(markdown):
-    """A page with its pictures inlined. They follow the theme that the reader chose; image files follow the system's."""
+    """A page with its pictures inlined. They follow the theme that the reader chose, which image files cannot do."""
 
     def figure(alt, name, where=""):
         svg = in_page((DOCS / "pages" / name).read_text(encoding="utf-8"))
@@ -260,7 +261,7 @@ class Site:
         return text.replace("](docs/pages/", "](").replace('"docs/pages/', '"')
 
     def counts(self, rung):
-        """FLOPs, bytes and kernels of a step of a rung and of the rung before it, and the bytes of each changed group."""
+        """The three counts of a rung and of the rung before it, and the bytes of each group that changed."""
         steps = self.steps[render.COUNTED]
         names = [script for script in (rung.before, rung.file) if script]
         if missing := [script for script in names if script not in steps]:
@@ -373,7 +374,7 @@ class Site:
                     f"docs/pages/{name}: write a call as <!-- {{{{ ... }}}} -->, which GitHub does not show"
                 )
             text = self.pages.get_template(f"pages/{name}").render(rung=rungs.get(name))
-            text = re.sub(r"<!-- github -->\n.*?<!-- end of github -->\n", "", text, flags=re.DOTALL)  # only GitHub shows this
+            text = re.sub(r"<!-- github -->\n.*?<!-- end of github -->\n", "", text, flags=re.DOTALL)  # for GitHub only
             path.write_text(with_figures(text), encoding="utf-8")
         (pages / "compare").mkdir()
         for before, after in combinations(self.rungs, 2):
@@ -382,7 +383,7 @@ class Site:
 
 
 def search_from_disk(site):
-    """Copy the search worker's source into a script of the page, because browsers start no worker from a file on disk."""
+    """Copy the search worker's source into iframe-worker.js: browsers do not start a worker from a file on disk."""
     (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
     script = (site / "assets" / "iframe-worker.js").read_text(encoding="utf-8")
     text = script.replace('"SOURCE"', json.dumps(worker.read_text(encoding="utf-8")))
