@@ -20,7 +20,7 @@ def show(rung):
     options = ["--color=never"]
     if sys.stdout.isatty():
         removed = re.findall(r"^@@ -\d+,(\d+)", code_diff(rung.before, rung.file, "-U0"), re.MULTILINE)
-        several = any(int(lines) > 1 for lines in removed)  # a word diff of these is hard to read
+        several = any(int(lines) > 1 for lines in removed)  # a word diff of several replaced lines is hard to read
         options = ["--color=always"] if several else ["--word-diff=color"]
 
     def in_the_file(hunk):

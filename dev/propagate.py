@@ -141,7 +141,7 @@ def propagate(name, down, check):
     waited_for = {source for source, _, state, _ in steps if state == "wait"}
     conflicts = [(source, script) for source, script, state, _ in steps if state == "conflict"]
     for source, script in conflicts:
-        print(f"Resolve {script} from <<<<<<< to >>>>>>>{', then run:' if script in waited_for else ''}")
+        print(f"Resolve the conflict in {script}, <<<<<<< to >>>>>>>{', then run:' if script in waited_for else ''}")
         if script in waited_for:
             print(f"    python dev/propagate.py {'--down ' if before[source] == script else ''}{script}")
     return bool(conflicts)

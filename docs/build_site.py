@@ -42,7 +42,7 @@ from measure import TEN  # noqa: E402
 DOCS, SITE = ROOT / "docs", ROOT / "docs" / "site"
 INK = matplotlib.rcParams["text.color"]
 WORD = re.compile(r"\w+| {4}|.")
-LATER = "<div>The diff of two scripts</div>"  # replaced after Zensical, which would parse a diff
+LATER = "<div>The diff of two scripts</div>"  # replaced with the diff after Zensical, which would parse it
 
 
 @dataclass
@@ -177,7 +177,7 @@ def read_diff(before, after):
 def in_page(svg):
     """An SVG file's text, changed for inclusion in a page: its lines and letters have the page's text colour."""
     text = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("fill: #ffffff", "fill: none")
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)  # both act on the whole page
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)  # styles affect the page
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # figures on one page would share ids
     return re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
 

@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc_per_node=2 measure/allreduce.py --model gpt2 --step-ms 2900
 
-It prints the time of the all-reduce and the bus bandwidth. --step-ms is the time in which one GPU trains on all tokens
-of a step. With it, the program also prints the speed-up that follows for 2, 4 and 8 such GPUs on the same link.
+It prints the time of the all-reduce and the bus bandwidth. --step-ms is the time in milliseconds that one GPU needs for
+a step of all tokens. With it, the program also prints the speed-up that follows for 2, 4 and 8 such GPUs on this kind
+of link.
 
 In a ring each rank sends and receives 2 (n - 1) / n of the bytes, so bus bandwidth = 2 (n - 1) / n * bytes / seconds.
 This figure does not depend on n if the link is the limit
@@ -23,13 +24,14 @@ from record import ROOT
 sys.path.append(str(ROOT))
 from ddp_run import GPT, MODELS
 
-BUCKET = 25 * 2**20  # bytes in one bucket of DDP
+BUCKET = 25 * 2**20  # bytes in one of DDP's gradient buckets
 
 
 def speed_up(ranks, step_ms, gradient_bytes, bus_gb_s):
     """The speed-up of `ranks` GPUs over one, if no communication overlaps with computation.
 
-    DDP overlaps part of the all-reduce with the last backward pass.
+    step_ms is one GPU's time for all tokens; bus_gb_s is in GB/s. DDP overlaps part of the all-reduce with the last
+    backward pass.
     """
     travel_ms = 2 * (ranks - 1) / ranks * gradient_bytes / bus_gb_s / 1e6
     return step_ms / (step_ms / ranks + travel_ms)

@@ -29,7 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float3
 
 @functools.cache
 def causal_mask(T, device):
-    """A bool mask, (T, T): True if the row's token may attend to the column's. Built once, as in the model."""
+    """A bool mask, (T, T): True if the row's token may attend to the column's token. Built once, as in the model."""
     return torch.ones(T, T, dtype=torch.bool, device=device).tril()
 
 
@@ -85,8 +85,8 @@ def peak_bytes(function, device):
 def bench(q, k, v):
     """(memory, times), two dicts by kind of attention.
 
-    memory: the peak in MiB, or a message if the kind does not run. times, for each kind that runs: a list of ms of the
-    forward pass, and a list of ms of forward and backward.
+    memory has the peak in MiB, or a message if the kind does not run. times has, for each kind that runs, the three
+    times of the forward pass and the three of forward and backward, in ms.
     """
     memory, times = {}, {}
     for kind, attention in ATTENTION.items():

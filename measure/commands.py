@@ -1,4 +1,4 @@
-"""The rows of the table, the command of each row, and a process that removes OVERRIDES from the environment."""
+"""The table's rows, the command of each row, and the process for it, without the environment variables in OVERRIDES."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from record import ROOT
 sys.path.append(str(ROOT / "dev"))
 from ladder import read_ladder
 
-# Some containers set these. They would change the precision of a script, switch the compiler off, or keep compiled
-# kernels in a folder that measure.py does not manage.
+# Some containers set these variables. They would change the precision of a script, switch the compiler off, or keep
+# compiled kernels in a folder that measure.py does not manage.
 OVERRIDES = """NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE
     TRITON_CACHE_DIR""".split()
 # localhost, because a machine without DNS may not resolve its own host name.
@@ -31,7 +31,7 @@ class Row:
     precision: str
     before: str | None
     kind: str  # rung, branch or peer
-    accumulates: bool = False  # whether it has the option --total-batch-size
+    accumulates: bool = False  # whether the script has --total-batch-size
 
 
 PEERS = [
@@ -43,7 +43,7 @@ PEERS = [
 
 
 def rows(peers=False, branches=False, only=()):
-    """The rungs of ladder.toml in order, then on request its branches, and the peers that you may want to compare with.
+    """The rungs of ladder.toml in order, then the branches and the peers (other training loops) if requested.
 
     `only` (01 ... 10, ddp, fsdp, fp16) selects these scripts, and the one before each, instead of all rungs. Raises
     ValueError for an unknown name.

@@ -63,7 +63,7 @@ A100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)  # 108 SMs
 
 @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu)
 def attention_flops(q, k, v, dropout=0.0, is_causal=False, products=2, **_):
-    """FLOPs of attention's two products, from q's shape (..., T, head size); causal ones need T (T + 1) / 2 scores."""
+    """FLOPs of attention's two products. q is a shape (..., T, head size). If causal, T (T + 1) / 2 scores count."""
     *heads, T, size = q
     return products * 2 * torch.Size(heads).numel() * size * (T * (T + 1) // 2 if is_causal else T * T)
 
@@ -97,7 +97,7 @@ def traffic(func, args, kwargs, out):
         tensors = [t for t in tree_leaves(values.get(argument.name)) if isinstance(t, torch.Tensor)]
         changed = argument.alias_info is not None and argument.alias_info.is_write
         if changed and func is aten._fused_adamw_.default and argument.name == "grads":
-            changed = False  # it changes the gradients only with a gradient scaler
+            changed = False  # it changes them only with a gradient scaler
         written += sum(map(nbytes, tensors)) if changed else 0
         if not (changed and func in ONLY_WRITTEN):
             read |= {id(t): nbytes(t) for t in tensors}  # a tensor passed twice is read once
@@ -106,7 +106,7 @@ def traffic(func, args, kwargs, out):
     if func is aten.nll_loss_forward.default:
         read[id(args[0])] = args[1].numel() * args[0].element_size()
     if func is aten.nll_loss_backward.default:
-        del read[id(args[1])]  # it needs only the shape of the log-probabilities
+        del read[id(args[1])]  # the kernel needs only the log-probabilities' shape
     returns = func._schema.returns
     outs = [out] if len(returns) == 1 else out or ()
     new = [one for one, about in zip(outs, returns, strict=True) if about.alias_info is None]
@@ -114,7 +114,7 @@ def traffic(func, args, kwargs, out):
 
 
 class Counter(TorchDispatchMode):
-    """Lists the kernels of the code that runs under it. `float32` is the precision of float32 matmuls, maybe tf32."""
+    """Lists the kernels of the code that runs under it. `float32`, the precision of float32 matmuls, may be tf32."""
 
     def __init__(self, float32="float32"):
         super().__init__()
@@ -146,7 +146,7 @@ class Scheduled(BaseException):
 def moved(node):
     """Bytes that a node of Inductor's schedule moves.
 
-    For a fused node Inductor counts whole tables instead of the rows that the node reads. Its parts give those rows.
+    For a fused node Inductor counts whole tables. For its parts it counts only the rows that they read.
     """
     sizes, parts = node.get_read_write_buffer_accesses(True, True), node.get_nodes()
     if len(parts) == 1:
@@ -227,7 +227,7 @@ def compiler(counter):
 
     def compile(module, **_):
         backend = functools.partial(compile_fx, inner_compile=inner)
-        call = torch.compile(module._call_impl, backend=backend, fullgraph=True)  # other code would not count
+        call = torch.compile(module._call_impl, backend=backend, fullgraph=True)  # no kernel outside the graph
 
         def without_counter(*args):
             with _pop_mode_temporarily():  # Dynamo compiles nothing under an unknown mode

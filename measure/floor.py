@@ -22,7 +22,7 @@ INSTEAD = {"tf32": "float32", "bf16": "fp16", "fp16": "float32"}  # the substitu
 
 
 class Kernel(NamedTuple):
-    """An operation, or several that the compiler fused. `precision` is the one of a matmul's factors, otherwise ""."""
+    """An operation, or several that the compiler fused. `precision` describes a matmul's factors, or is ""."""
 
     name: str
     group: str

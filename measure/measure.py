@@ -9,7 +9,7 @@ largest batch.
 
 If Ctrl-C or --budget ends a measurement early, all results except the current run are kept. The same command continues
 the measurement and retries failed runs. You may continue on another host with the same GPU, torch and CUDA. Each pass
-belongs to one host: if a pass was interrupted, this host repeats the runs of the other one, last of all.
+belongs to one host: if two hosts measured parts of a pass, the current host repeats the other's runs, last of all.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from commands import TEN, ask, command, execute, rows
 from record import ROOT
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-PROFILED_STEPS = 12  # 4 to settle, 1 to warm up the profiler, 3 profiled; spare steps, as fp16 skips some updates
+PROFILED_STEPS = 12  # 4 to settle, 1 to warm up the profiler, 3 profiled, 4 spare (fp16 skips some updates)
 FIT_STEPS = 10
 BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
 MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # constant throughout a measurement
@@ -137,7 +137,7 @@ class Measurement:
             self.data["commits"].append(self.commit)
         record.summarise(self.data)
         if all(self.records[row.name]["runs"] for row in self.ladder):
-            self.data["finished"] = self.data["finished"] or record.now()  # no row of the table is empty
+            self.data["finished"] = self.data["finished"] or record.now()  # each script has a run
         self.data["complete"] = not self.left()
         record.save(self.path, self.data)
 
@@ -226,7 +226,7 @@ class Measurement:
         def holds(size):
             runs[size], _ = self.run(row, batch_size=size, steps=FIT_STEPS)
             error = runs[size]["error"]
-            if error and not record.too_large(error):  # this error has another cause than the size
+            if error and not record.too_large(error):  # the size is not the cause
                 raise RuntimeError(error)
             return not error
 
@@ -275,7 +275,7 @@ def begin(this, plan, name, out, line):
 def arguments():
     """(the parser, its arguments, the command without the options that do not affect the results)."""
     how = argparse.ArgumentParser(add_help=False)
-    how.add_argument("--budget", type=float, metavar="MINUTES", help="stop by then; the main results come first")
+    how.add_argument("--budget", type=float, metavar="MINUTES", help="stop after this time, with the main results")
     how.add_argument("--cache", type=Path, metavar="DIR", help="keep compiled kernels in this folder for the next call")
     how.add_argument("--out", type=Path, help="folder, default results/<device>-<date>")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS, parents=[how])

@@ -38,7 +38,7 @@ def build(name):
     model = transformers.GPT2LMHeadModel(config)
     theirs = model.state_dict()
     for key, w in ours.state_dict().items():
-        conv1d = key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))  # transformers has (in, out)
+        conv1d = key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))  # stored as (in, out)
         theirs[key].copy_(w.t() if conv1d else w[: len(theirs[key])])
     return model.train()
 
@@ -83,7 +83,7 @@ def trainer(model, loader, steps, device, report, use_bf16):
             bf16=use_bf16,
             torch_compile=True,
             optim="adamw_torch_fused",
-            learning_rate=1,  # multiplied by get_lr, the learning rate itself
+            learning_rate=1,  # LambdaLR multiplies it by get_lr()
             adam_beta2=0.95,
             weight_decay=0.1,
             max_grad_norm=1.0,

@@ -73,7 +73,7 @@ def main():
     try:
         figure = draw({str(path): read(path) for path in args.logs})
         if out.suffix == ".svg":
-            write_svg(figure, out)  # it follows the browser's dark mode
+            write_svg(figure, out)  # an SVG that follows the browser's dark mode
         else:
             figure.savefig(out)
     except (OSError, TypeError, ValueError) as error:

@@ -117,7 +117,7 @@ def counted(counts):
 
 
 def floors(steps):
-    """The table of floors in ms, of each of {script: step} on each card of cards.toml."""
+    """The table of floors in ms: each of {script: step} on each card of cards.toml."""
     cards = {name: floor.Card.read(name) for name in read_toml("measure/cards.toml")}
     return [
         {"floor, ms": title(script)} | {name: f"{card.floor_ms(step)[0]:.1f}" for name, card in cards.items()}
@@ -221,7 +221,7 @@ def parts(measured):
 
 
 def with_parts(path, texts):
-    """A file's text with its computed parts replaced by the new ones. Raises ValueError for an unknown or open part."""
+    """A file's text with its new computed parts. Raises ValueError for an unknown part or one without an end."""
     text = path.read_text(encoding="utf-8")
     named, whole = re.findall(OPENS, text), [found[2] for found in BLOCK.finditer(text)]
     if unknown := set(named) - texts.keys():

@@ -183,7 +183,7 @@ def curves(axes, rows, over):
 
 
 def three_counts(steps, log, wide=True):
-    """Bars of a public log's ms per step (grey), and of the three counts of each of {script: step} at its B, by group.
+    """Bars for each of {script: step}: the ms per step in a public log (grey), and the three counts at its B, by group.
 
     The four plots are in one row, or in two rows of two for a narrow screen.
     """

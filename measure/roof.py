@@ -84,7 +84,7 @@ def multiply(precision, shape, device):
 
 
 def measure(config, tokens, device):
-    """All peaks, as a dict. The row of a product that the device or torch does not support has the reason."""
+    """All peaks, as a dict. If the device or torch does not support a product, its row contains the reason."""
     shapes = products(config, tokens, square=2048 if device.type == "cpu" else 8192)
     matmul = [
         {"precision": precision, "name": name, "shape": shape, "tflops": None, "error": None}

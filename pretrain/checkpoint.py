@@ -22,8 +22,8 @@ def config_of(state):
 def load_model(source, device="cpu"):
     """A GPT in float32, with its vocabulary padded to 50304.
 
-    `source` is a checkpoint, a folder (its newest checkpoint is loaded), a file written by --save, or GPT-2's weights.
-    Raises ValueError, with a message of one line, if the model or the device is not available.
+    `source` is a checkpoint, a folder (its newest checkpoint is loaded, or its best.pt if it has none), a file written
+    by --save, or GPT-2's weights. Raises ValueError, with a message of one line, if model or device is not available.
     """
     try:
         torch.zeros(1, device=device)
@@ -50,7 +50,7 @@ def load_model(source, device="cpu"):
 
 
 def model_parser(doc):
-    """An argument parser with a model and a device. `doc` is the program's docstring."""
+    """An argument parser for a model and a device. `doc` is the program's docstring."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=doc.splitlines()[0], usage=argparse.SUPPRESS)  # keeps errors short
     parser.add_argument("model", help="a checkpoint, a folder of checkpoints, or GPT-2 weights in Hugging Face format")
@@ -59,7 +59,7 @@ def model_parser(doc):
 
 
 def explain(error, too_large):
-    """One line on what the user can do about a RuntimeError. Raises an unknown error again."""
+    """One line on what the user can do about a RuntimeError. Any other error is raised again."""
     if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
         return f"out of memory: lower {too_large}"
     if isinstance(error, torch._dynamo.exc.ShortenTraceback):

@@ -68,7 +68,7 @@ class Shard:
             raise DataError(f"{self.path} is damaged: its SHA-256 is not the one in {checksum}")
         tokens = np.memmap(self.path, dtype="<u2", mode="r", offset=HEADER_BYTES)
         if (largest := tokens.max()) >= VOCABULARY:
-            raise DataError(f"{self.path} contains the token {largest}, but GPT-2 has {VOCABULARY}")
+            raise DataError(f"{self.path} contains the token {largest}, but GPT-2 has {VOCABULARY} tokens")
         return tokens
 
 
@@ -81,7 +81,7 @@ def read_shards(folder):
     if shards["other"] or not shards["val"] or not shards["train"]:
         train, val, other = (len(shards[kind]) for kind in ("train", "val", "other"))
         counts = f"{train} shards are named *_train_*.bin, {val} *_val_*.bin, {other} otherwise"
-        raise DataError(f"{folder}: {counts}: each name must match one of the two, and you need both")
+        raise DataError(f"{folder}: {counts}: each name must match one of the two patterns, and you need both")
     return shards["val"][0], shards["train"]
 
 
@@ -168,7 +168,7 @@ def tokenized(texts, column):
 
 
 def write(args, done):
-    """Write shard after shard, beginning at the progress in `done`, which is also saved in progress.json."""
+    """Write shard after shard from the progress in `done`, and save it in progress.json. Raises OSError, ValueError."""
     texts = open_rows(args.files, [args.column], args.dataset, name=args.name, split="train")
     if done["before"]:
         texts.load_state_dict(done["before"])

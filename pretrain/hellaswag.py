@@ -46,7 +46,7 @@ def read_examples(source):
 
 @torch.compile(dynamic=False)
 def negative_log_likelihood(model, idx, targets):
-    """The sum for each row, in nats, over the targets that are not -100. idx and targets: (rows, T). -> (rows,)"""
+    """Each row's sum in nats over the targets that are not -100. idx and targets: (rows, T), result: (rows,)."""
     logits = model(idx)[..., :50257]  # (rows, T, 50257), without the vocabulary's padding
     return F.cross_entropy(logits.reshape(-1, 50257), targets.view(-1), reduction="none").view_as(targets).sum(dim=1)
 

@@ -18,7 +18,7 @@ class FirstSample(TextStreamer):
     """Prints the first of several samples, because TextStreamer accepts only one."""
 
     def put(self, tokens):
-        """tokens: the prompt's, (samples, T), in the first call; after that the new ones, (samples,)."""
+        """tokens: (samples, T) in the first call, for the prompt; later (samples,), for the new tokens."""
         super().put(tokens[:1])
 
 

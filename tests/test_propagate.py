@@ -144,8 +144,8 @@ def test_a_file_that_keeps_its_own_line_holds_up_nobody(clone):
     before, steps = clone.texts(), ('default=50, help="default 50"', 'default=60, help="default 60"')
     clone.edit("baseline.py", *steps)
     done = clone.propagate("baseline.py")
-    assert done.returncode == 1 and "waits" not in done.stdout
-    assert done.stdout.splitlines()[-1] == f"Resolve {TRAIN} from <<<<<<< to >>>>>>>"
+    assert done.returncode == 1 and "blocked" not in done.stdout
+    assert done.stdout.splitlines()[-1] == f"Resolve the conflict in {TRAIN}, <<<<<<< to >>>>>>>"
     clone.git("restore", TRAIN)
     assert clone.texts() == {script: text.replace(*steps) for script, text in before.items()}
 
