@@ -151,7 +151,7 @@ class Measurement:
             lines.append(f"pass {number + 1}: {len(done)} of {len(runs)} rows{names}")
         return [*lines, f"left: {', '.join(dict.fromkeys(self.left().values()))}"]
 
-    # -- one run of each kind
+    # -- the jobs, one method for each kind
 
     def cache(self, row, *more):
         """The folder in which torch.compile caches a row's kernels."""

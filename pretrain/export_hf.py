@@ -57,7 +57,7 @@ def main():
     args = parser.parse_args()
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     if args.folder.exists():
-        parser.error(f"{args.folder} exists already")
+        parser.error(f"{args.folder} already exists")
     try:
         model = load_model(args.model)
     except ValueError as error:

@@ -46,7 +46,7 @@ class Shard:
         self.path = Path(path)
         header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
         if header[:2].tobytes() == b"GPTSHARD":
-            raise DataError(f"{path} has a format that is no longer read: run pretrain/fineweb.py into another folder")
+            raise DataError(f"{path} has an old, unsupported format: run pretrain/fineweb.py into another folder")
         if len(header) < HEADER_BYTES // 4 or (header[0], header[1]) != (MAGIC, VERSION):
             raise DataError(f"{path} is not a shard of GPT-2 tokens in llm.c's format, version {VERSION}")
         self.count, size = int(header[2]), os.path.getsize(path)

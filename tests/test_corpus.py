@@ -150,7 +150,7 @@ WRONG_CORPUS = {
     "shards of something else": (["a.jsonl", "--out", "public"], "public.*something else"),
     "shards of the format before": (
         ["a.jsonl", "--out", "old"],
-        "000000.bin has a format that is no longer read: ",
+        "000000.bin has an old, unsupported format: ",
     ),
     "begun with other settings": (["a.jsonl", "--out", "begun", "--shard-size", "9"], "begun: its progress.json"),
     "a progress.json of another program": (["a.jsonl", "--out", "theirs"], "theirs: its progress.json"),
@@ -270,7 +270,7 @@ DAMAGE = {
     "no tokens": "is cut short",
     "another magic number": "is not a shard of GPT-2 tokens",
     "another version": "is not a shard of GPT-2 tokens in llm.c's format, version 1",
-    "the format before": "has a format that is no longer read: run pretrain/fineweb.py into another folder",
+    "the format before": "has an old, unsupported format: run pretrain/fineweb.py into another folder",
     "a flipped bit": "is damaged: its SHA-256 is not the one in ",
     "another vocabulary": "contains the token 50257, but GPT-2 has 50257",
 }
