@@ -1,7 +1,8 @@
-"""Show what a script changes in the one before it:  python dev/diff.py 02   (make diff-02)
+"""Show what a script changes in the script before it:  python dev/diff.py 02   (make diff-02)
 
-Prints the docstring of speedup_02_tf32.py, then git's diff of all below the docstrings. On a terminal it is in colour,
-by words unless the idea replaces several lines at once; in a file or a pipe it is a plain diff of lines.
+Prints the docstring of speedup_02_tf32.py, then git's diff of the code below the docstrings. On a terminal this is a
+coloured word diff, or a coloured line diff if the idea replaces several lines at once. In a file or a pipe it is a
+plain line diff.
 """
 
 import argparse
@@ -13,13 +14,13 @@ from ladder import ROOT, code_diff, read_ladder, split
 
 
 def show(rung):
-    """The docstring of a rung and its diff, with the line numbers of the files. Raises OSError, ValueError."""
+    """A rung's docstring and diff as text, with the line numbers of the files. Raises OSError, ValueError."""
     before, after = (split((ROOT / file).read_text(encoding="utf-8"))[0] for file in (rung.before, rung.file))
     old, new = before.count("\n"), after.count("\n")
     options = ["--color=never"]
     if sys.stdout.isatty():
         removed = re.findall(r"^@@ -\d+,(\d+)", code_diff(rung.before, rung.file, "-U0"), re.MULTILINE)
-        several = any(int(lines) > 1 for lines in removed)  # lines that one idea replaces: their words are not compared
+        several = any(int(lines) > 1 for lines in removed)  # a word diff of several replaced lines is hard to read
         options = ["--color=always"] if several else ["--word-diff=color"]
 
     def in_the_file(hunk):
@@ -42,7 +43,7 @@ def main():
     sys.stdout.reconfigure(encoding="utf-8")
     try:
         print(text, end="", flush=True)
-    except BrokenPipeError:  # the reader, `head` say, has what it wants
+    except BrokenPipeError:  # a reader such as `head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""The ladder as ladder.toml lists it, and how many lines each script changes."""
+"""Reads ladder.toml, splits scripts into docstring and code, and counts the lines that each script changes."""
 
 import importlib
 import os
@@ -15,13 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("rung", "pretrain", "branch")  # the tables of ladder.toml
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 KINDS = ("", "speed", "memory", "quality", "scale")
-PLAIN_GIT = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # a diff is the same for all
-MARKS = re.compile("^(<<<<<<<|=======|>>>>>>>)( |$)", re.MULTILINE)  # of a conflict, as git leaves them
+PLAIN_GIT = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # ignore the user's settings
+MARKS = re.compile("^(<<<<<<<|=======|>>>>>>>)( |$)", re.MULTILINE)  # git's conflict markers
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A row of ladder.toml, which says what each field is. `before` is None for the foot of the ladder alone."""
+    """A row of ladder.toml, which describes the fields. `before` is None only for the first script, baseline.py."""
 
     file: str
     title: str
@@ -36,40 +36,40 @@ class Rung:
 
     @property
     def number(self):
-        """What people call it: 02 for speedup_02_tf32.py, ddp for ddp_run.py, fsdp for branches/fsdp_run.py."""
+        """The short name: 02 for speedup_02_tf32.py, ddp for ddp_run.py, fsdp for branches/fsdp_run.py."""
         return Path(self.file).stem.removeprefix("speedup_").split("_")[0]
 
 
 def read_toml(name):
-    """The tables of a file of the project. Raises ValueError if it is not TOML."""
+    """A TOML file as a dict. `name` is relative to the root. Raises OSError, or ValueError if the file is not TOML."""
     try:
         toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ImportError:
-        raise ValueError("Python 3.10 reads TOML with tomli: pip install tomli") from None
+        raise ValueError("Python 3.10 needs tomli to read TOML: pip install tomli") from None
     return toml.loads((ROOT / name).read_text(encoding="utf-8"))
 
 
 def read_ladder():
-    """The rungs in order. Raises ValueError for a row that is not as ladder.toml says it should be."""
+    """The rungs in order. Raises ValueError for a row that breaks the rules in ladder.toml."""
     rungs, tables = {}, read_toml("ladder.toml")  # rungs by file
     if unknown := tables.keys() - set(PARTS):
-        raise ValueError(f"ladder.toml: [[{min(unknown)}]]: a table is one of {', '.join(PARTS)}")
+        raise ValueError(f"ladder.toml: [[{min(unknown)}]]: the table must be one of {', '.join(PARTS)}")
     for part, row in [(name, row) for name in PARTS for row in tables.get(name, [])]:
         row = {"before": list(rungs)[-1] if part == "rung" and rungs else None, "kind": ""} | row
         try:
             if row["before"] not in (rungs or [None]):
-                raise ValueError(f"{row['before']}, which it is a diff from, is not above it")
+                raise ValueError(f"{row['before']}, the script before it, is not listed above it")
             if row["file"] in rungs:
                 raise ValueError("it has two rows")
             if rungs:
                 row = {"precision": rungs[row["before"]].precision} | row
                 if not (isinstance(row["touches"], list) and isinstance(row["limit"], int)):
-                    raise ValueError("touches is a list, limit a number")
+                    raise ValueError("touches must be a list and limit a number")
             for field, allowed in ("precision", PRECISIONS), ("kind", KINDS):
                 if row[field] not in allowed:
-                    raise ValueError(f"{field} is one of {', '.join(filter(None, allowed))}")
+                    raise ValueError(f"{field} must be one of {', '.join(filter(None, allowed))}")
             rungs[row["file"]] = Rung(part=part, **row)
-        except (KeyError, TypeError, ValueError) as error:  # a field too few, too many, or wrong
+        except (KeyError, TypeError, ValueError) as error:  # a missing, unknown or invalid field
             raise ValueError(f"ladder.toml: {row.get('file')}: {error}") from None
     return list(rungs.values())
 
@@ -82,21 +82,21 @@ def title(script):
 
 
 def split(source):
-    """A script as (its docstring, all that follows). The docstring is each file's own; a diff is of what follows."""
+    """(docstring, code) of a script. Diffs compare only the code, because each file has its own docstring."""
     head, mark, rest = source.partition('\n"""\n')
     return head + mark, rest
 
 
 def code_diff(before, after, *options, root=ROOT):
-    """What `git diff` prints of two scripts without their docstrings: lines are counted from the docstring's end.
+    """The output of `git diff` for two scripts without their docstrings. Line numbers start after the docstring.
 
-    Raises ValueError for a script with the marks of a conflict, which git would take for code.
+    Raises ValueError for a script with conflict markers, which git would treat as code.
     """
     with tempfile.TemporaryDirectory() as folder:
         for script in (before, after):
             text = (root / script).read_bytes().decode()
             if MARKS.search(text):
-                raise ValueError(f"{script} still has the marks of a conflict, from <<<<<<< to >>>>>>>")
+                raise ValueError(f"{script} still has conflict markers, from <<<<<<< to >>>>>>>")
             path = Path(folder) / script
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(split(text)[1].encode())
@@ -105,7 +105,7 @@ def code_diff(before, after, *options, root=ROOT):
 
 
 def changed_lines(before, after, root=ROOT):
-    """How many lines git counts as added and removed between two scripts, docstrings left out."""
+    """(added, removed): the numbers of lines that git counts between two scripts, without docstrings."""
     printed = code_diff(before, after, "--numstat", root=root)
     added, removed = printed.split("\t")[:2] if printed else (0, 0)
     return int(added), int(removed)

@@ -1,13 +1,13 @@
-"""Carry an edit of one script into the scripts that stand on it.
+"""Carry an edit of one script into the scripts that build on it.
 
     python dev/propagate.py speedup_03_bf16.py            into every later file
     python dev/propagate.py --down speedup_03_bf16.py     into the earlier files as well
-    python dev/propagate.py --check speedup_03_bf16.py    only say which files lag behind
+    python dev/propagate.py --check speedup_03_bf16.py    only list the files that lag behind
 
-The edit is the file's diff from HEAD; of a new file, its diff from the one before it. It goes from neighbour to
-neighbour by three-way merge, so each file keeps its idea. A file with a conflict holds up those that stand on it and no
-others. Docstrings are each file's own: they stay.
-Status 0; 1 where a file lags behind or has a conflict; 2 for an error.
+The edit is the file's diff from HEAD. For a new file it is the diff from the script before it. A three-way merge
+carries the edit from each script to the adjacent ones, so each script keeps its own idea. A conflict in a script blocks
+only the scripts that build on it. Docstrings do not change, because each script has its own.
+The exit status is 0, or 1 if a file lags behind or has a conflict, or 2 for an error.
 """
 
 import argparse
@@ -20,23 +20,23 @@ from pathlib import Path
 
 from ladder import MARKS, ROOT, read_ladder, split
 
-OWN = "has uncommitted changes of its own (if they are an edit carried before, git restore it and the files above it)"
-SAYS = {  # of a script that an edit reaches: what --check says, and what a run says
+OWN = "has uncommitted changes of its own (if an earlier run made them, git restore it and the files above it)"
+SAYS = {  # state of a script that the edit reaches -> (message of --check, message of a run)
     "same": ("has it", "had it"),
     "clean": ("lags behind", "carried"),
     "conflict": ("lags behind, and will conflict", "CONFLICT, marked in the file"),
-    "wait": ("lags behind", "waits for a conflict"),
-    # with one of these a run ends before it has changed anything
-    "marked": ("has the marks of a conflict", "still has the marks of a conflict: mend it, and go on from there"),
+    "wait": ("lags behind", "blocked by a conflict"),
+    # With one of these states a run ends before it changes a file.
+    "marked": ("has conflict markers", "still has conflict markers: resolve them, then propagate that file"),
     "mended": ("has lines of its own where the edit conflicts", OWN),
     "own": ("differs, and has uncommitted changes of its own", OWN),
 }
 
 
 def git(*command):
-    """What git prints, and its status. Raises ValueError, with git's own words, where it did not do its work."""
+    """(git's output, its exit status). Raises ValueError with git's own message if git fails."""
     done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True)
-    if done.returncode > 127 or (done.returncode and command[0] != "merge-file"):  # which counts conflicts
+    if done.returncode > 127 or (done.returncode and command[0] != "merge-file"):  # its status counts conflicts
         raise ValueError(done.stderr.decode())
     return done.stdout.decode(), done.returncode
 
@@ -46,17 +46,17 @@ def is_new(script):
 
 
 def at_head(script, before):
-    """Its code at HEAD. A script that HEAD has not is an edit of the one before it."""
+    """A script's code at HEAD. A new script counts as an edit of the script before it."""
     return split(git("show", f"HEAD:./{before[script] if is_new(script) else script}")[0])[1]
 
 
 def read(script):
-    """(its docstring, its code), byte for byte: no line ending is translated."""
+    """(docstring, code) of a script, with its line endings unchanged."""
     return split((ROOT / script).read_bytes().decode())
 
 
 def write(script, text):
-    """The whole file or nothing, whatever happens on the way."""
+    """Write the whole file, or leave the old one if writing fails."""
     path, new = ROOT / script, ROOT / f"{script}.propagate.tmp"
     try:
         new.write_bytes(text.encode())
@@ -67,7 +67,7 @@ def write(script, text):
 
 
 def merge(script, code, edit, *options):
-    """The code of a script with its neighbour's edit (whose, from, to), and the number of conflicts in it."""
+    """(a script's code after the merge, the number of conflicts). `edit` is (adjacent script, old code, new code)."""
     whose, *sides = edit
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, name) for name in ("ours", "base", "theirs")]
@@ -78,7 +78,7 @@ def merge(script, code, edit, *options):
 
 
 def plan(source, edit, before, down, came_from=None, waiting=False):
-    """All that an edit reaches from a script: (from which neighbour, script, its state, its code with the edit)."""
+    """Yields (adjacent script, script, its state, its code with the edit) for each script that the edit reaches."""
     neighbours = [before[source]] if down and before[source] else []
     neighbours += [script for script in before if before[script] == source]
     for script in neighbours:
@@ -90,7 +90,7 @@ def plan(source, edit, before, down, came_from=None, waiting=False):
             state = "marked"
         elif merged == now:
             state = "same"
-        elif now != head:  # mended: what was committed would conflict, and all else of the edit is there
+        elif now != head:  # mended: the committed code conflicts, and the rest of the edit is applied
             mended = merge(script, head, edit)[1] and merge(script, now, edit, "--ours")[0] == now
             state = "mended" if mended else "own"
         elif waiting:
@@ -104,23 +104,26 @@ def plan(source, edit, before, down, came_from=None, waiting=False):
 
 
 def propagate(name, down, check):
-    """Carry the edit of a script, or look who lags behind, and say so. Returns whether something is left to do."""
+    """Carry the edit of a script, or with `check` list the files that lag behind. Returns whether work remains.
+
+    Raises OSError, ValueError.
+    """
     before = {rung.file: rung.before for rung in read_ladder()}
     file = name if name in before else Path(os.path.relpath(name, ROOT)).as_posix()
     if file not in before:
         raise ValueError(f"{name} is not in ladder.toml")
     head, now = at_head(file, before), read(file)[1]
     if MARKS.search(now):
-        raise ValueError(f"{file} still has the marks of a conflict")
+        raise ValueError(f"{file} still has conflict markers")
     if down and is_new(file):
-        raise ValueError(f"{file} is new: its idea goes up, not down")
+        raise ValueError(f"{file} is new: --down would put its idea into the earlier files")
     if now == head:
-        print(f"{file} is as it was committed, docstring aside: nothing to carry")
-        print("(an edit that is committed already: git reset --soft HEAD~1 takes the commit back and leaves the edit)")
+        print(f"{file} has no uncommitted change outside its docstring: nothing to carry")
+        print("(if you have committed the edit, git reset --soft HEAD~1 undoes the commit and keeps the edit)")
         return False
     steps = list(plan(file, (file, head, now), before, down))
     if not steps:
-        print(f"no script stands on {file}: nothing to carry it into")
+        print(f"no script builds on {file}: nothing to carry the edit into")
     if check:
         for _, script, state, _ in steps:
             print(f"{script}: {SAYS[state][0]}")
@@ -133,12 +136,12 @@ def propagate(name, down, check):
             if state in ("clean", "conflict"):
                 write(script, read(script)[0] + code)
         except OSError as error:
-            raise ValueError(f"{script} could not be written, the files listed above were: {error}") from None
+            raise ValueError(f"{script} could not be written, but the files listed above were: {error}") from None
         print(f"{script}: {SAYS[state][1]}")
     waited_for = {source for source, _, state, _ in steps if state == "wait"}
     conflicts = [(source, script) for source, script, state, _ in steps if state == "conflict"]
     for source, script in conflicts:
-        print(f"Mend {script} from <<<<<<< to >>>>>>>{', then go on with:' if script in waited_for else ''}")
+        print(f"Resolve the conflict in {script}, <<<<<<< to >>>>>>>{', then run:' if script in waited_for else ''}")
         if script in waited_for:
             print(f"    python dev/propagate.py {'--down ' if before[source] == script else ''}{script}")
     return bool(conflicts)
@@ -147,8 +150,8 @@ def propagate(name, down, check):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
     parser.add_argument("file", metavar="FILE", help="a script of the ladder")
-    parser.add_argument("--down", action="store_true", help="into the earlier files as well")
-    parser.add_argument("--check", action="store_true", help="say which files lag behind, and change nothing")
+    parser.add_argument("--down", action="store_true", help="carry the edit into the earlier files as well")
+    parser.add_argument("--check", action="store_true", help="list the files that lag behind, and change nothing")
     args = parser.parse_args()
     try:
         sys.exit(propagate(args.file, args.down, args.check))

@@ -1,7 +1,8 @@
 """Build the site from the scripts, ladder.toml, results/ and docs/:  python docs/build_site.py   (make docs)
 
-docs/pages/ is Markdown written by hand, in which <!-- {{ ... }} --> (Jinja) stands for what this file computes, by the
-templates in docs/parts/. Zensical makes pages of it in docs/site/, which opens from a folder on disk or a server.
+docs/pages/ is handwritten Markdown. This program replaces each <!-- {{ ... }} --> (Jinja) in it with computed text,
+using the templates in docs/parts/. Zensical turns the result into HTML in docs/site/, which you can open from disk or
+serve.
 """
 
 import difflib
@@ -54,24 +55,24 @@ TOPICS = (  # of the mistakes, in the order in which their page lists them
     "Peaks, profiles and plots",
     "Files and messages",
 )
-LATER = "<div>The diff of two scripts</div>"  # stands for the diff until Zensical, which would parse it, is done
+LATER = "<div>The diff of two scripts</div>"  # replaced with the diff after Zensical, which would parse it
 
 
 @dataclass
 class Line:
-    """A line of a diff: its sign, its number on either side (None where it is not there), its text, also as tokens."""
+    """A line of a diff: its sign, its number on each side (None if it is only on the other), its text and tokens."""
 
     sign: str
     old: int | None
     new: int | None
     text: str
     tokens: tuple
-    marked: frozenset = frozenset()  # places of the characters that the line beside it has not got
-    row: int = 0  # in its block, side by side
+    marked: frozenset = frozenset()  # positions of the characters that the paired line lacks
+    row: int = 0  # its row in the side-by-side view of its block
 
 
 def page(script):
-    """Where a script's page is, seen from the top of the site."""
+    """The path of a script's page, relative to the root of the site."""
     return f"rungs/{Path(script).stem}.html"
 
 
@@ -85,7 +86,7 @@ def source(script):
 
 @cache
 def highlighted(source):
-    """Python source as one tuple of (CSS class, text) per line."""
+    """Python source as a list of lines, each a tuple of (CSS class, text) pairs."""
     lines = [[]]
     for kind, value in lex(source, PythonLexer(stripnl=False, ensurenl=False)):
         first, *others = value.split("\n")
@@ -94,9 +95,9 @@ def highlighted(source):
     return [tuple(line) for line in lines]
 
 
-@cache  # most lines stand in many diffs
+@cache  # most lines appear in many diffs
 def paint(tokens, marked=frozenset()):
-    """A line's tokens as HTML, the marked characters in spans of their own."""
+    """A line's tokens as HTML, with the marked characters in separate spans."""
     html, start = Markup(), 0
     for css, text in tokens:
         for word, run in groupby(enumerate(text, start), key=lambda one: one[0] in marked):
@@ -109,7 +110,7 @@ def paint(tokens, marked=frozenset()):
 
 
 def pair(old, new):
-    """Pair what went with what came, the most alike lines first, and give each line its row, a pair one row."""
+    """Pair removed with added lines, the most similar first, and give each line its row. A pair shares one row."""
     words = [[[word for word in WORD.findall(line.text) if word.strip()] for line in side] for side in (old, new)]
     alike = {
         (i, j): difflib.SequenceMatcher(None, gone, come, autojunk=False).ratio()
@@ -117,7 +118,7 @@ def pair(old, new):
     }
     pairs = []
     for i, j in sorted(alike, key=alike.get, reverse=True):
-        if alike[i, j] >= 0.6 and all((i - a) * (j - b) > 0 for a, b in pairs):  # they never cross
+        if alike[i, j] >= 0.6 and all((i - a) * (j - b) > 0 for a, b in pairs):  # pairs must not cross
             pairs.append((i, j))
             mark(old[i], new[j])
     rows, a, b = [], 0, 0
@@ -131,7 +132,7 @@ def pair(old, new):
 
 
 def mark(old, new):
-    """Mark in two lines the words that differ."""
+    """Mark the words in which two lines differ."""
     gone, come = (list(WORD.finditer(line.text)) for line in (old, new))
     texts = [[word[0] for word in words] for words in (gone, come)]
     first = len(os.path.commonprefix(texts))
@@ -144,7 +145,7 @@ def mark(old, new):
 
 
 def blocks(lines):
-    """Runs of lines, unchanged or changed: [(whether they are changed, those on the left, those on the right)]."""
+    """Group lines into runs, changed or unchanged: [(whether it is changed, lines on the left, lines on the right)]."""
     found = []
     for changed, run in groupby(lines, key=lambda line: line.sign != " "):
         run = list(run)
@@ -156,9 +157,10 @@ def blocks(lines):
 
 
 def read_diff(before, after):
-    """git's diff of two scripts, however the reader's git is set: its header, the docstring's hunks, the code's.
+    """git's diff of two scripts as a dict: its header, the docstring's hunks ("folded"), the code's hunks ("shown").
 
-    A hunk is (its first line, its blocks). One that changes only the docstring keeps the code around it.
+    The user's git settings have no effect. A hunk is (its first line, its blocks). A hunk that changes only the
+    docstring keeps the code around it. Raises ValueError if the scripts are the same or git fails.
     """
     command = ["git", "diff", "--no-index", before, after]
     done = subprocess.run(command, cwd=ROOT, env=PLAIN_GIT, capture_output=True, encoding="utf-8")
@@ -166,7 +168,7 @@ def read_diff(before, after):
         raise ValueError(done.stderr.strip() or f"{before} and {after} are the same")
     sources = source(before), source(after)
     old_end, new_end = (split(text)[0].count("\n") for text in sources)
-    old_tokens, new_tokens = ([(), *highlighted(text)] for text in sources)  # lines count from 1
+    old_tokens, new_tokens = ([(), *highlighted(text)] for text in sources)  # line numbers start at 1
     folded, shown = [], []
     for hunk in unidiff.PatchSet(done.stdout)[0]:
         lines, inside, outside = [], [], []
@@ -186,10 +188,10 @@ def read_diff(before, after):
 
 
 def in_page(svg):
-    """An SVG file's text to stand in a page, in the colours of its text."""
+    """An SVG file's text, changed for inclusion in a page: its lines and letters have the page's text colour."""
     text = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("fill: #ffffff", "fill: none")
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)  # a style is the page's
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # a page has several figures
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)  # styles affect the page
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # figures on one page would share ids
     return re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
 
 
@@ -200,11 +202,11 @@ PICTURE = re.compile(
 
 
 def with_figures(markdown):
-    """A page with its pictures as part of it: they are light or dark as the reader chose, files as the system is."""
+    """A page with its pictures inlined. They follow the theme that the reader chose, which image files cannot do."""
 
     def figure(alt, name, where=""):
         svg = in_page((DOCS / "pages" / name).read_text(encoding="utf-8"))
-        svg = re.sub(r'( id="|url\(#|href="#)', rf"\1{Path(name).stem}-", svg)  # a page has several
+        svg = re.sub(r'( id="|url\(#|href="#)', rf"\1{Path(name).stem}-", svg)  # ids must be unique on a page
         return f'<figure class="{where}" role="img" aria-label="{escape(alt)}">{svg}</figure>'
 
     def figures(found):
@@ -240,7 +242,7 @@ def with_files(markdown, name):
 
 
 class Site:
-    """What the pages call. One method per {{ ... }}."""
+    """The methods that the pages call in {{ ... }}."""
 
     def __init__(self):
         self.rungs = read_ladder()
@@ -258,22 +260,22 @@ class Site:
             times=render.times,
             later=LATER,
         )
-        # In a page a call is a comment, which GitHub, where the same file is read, does not show.
+        # In a page a call is an HTML comment, because GitHub shows the same file and hides comments.
         self.pages = self.jinja.overlay(variable_start_string="<!-- {{", variable_end_string="}} -->")
 
     def part(self, name, **values):
         return self.jinja.get_template(f"parts/{name}").render(**values)
 
     def listing(self, script):
-        """A whole script, syntax-coloured."""
+        """A whole script with syntax highlighting."""
         return self.part("listing.html", script=script, lines=highlighted(source(script).rstrip("\n")))
 
     def diff(self, before, after):
-        """The diff of two scripts, inline and side by side, with the docstring's folded away."""
+        """The diff of two scripts, inline and side by side. The docstring's hunks are folded."""
         return self.part("diff.html", before=before, after=after, **read_diff(before, after))
 
     def mistakes(self, kind):
-        """The mistakes of a kind from dev/mistakes.toml, by topic, each with the diff that plants it."""
+        """The mistakes of one kind in dev/mistakes.toml, by topic, each with the diff that plants it. Raises ValueError."""
         mistakes = read_toml("dev/mistakes.toml")[kind]
         for mistake in mistakes:
             where = f"dev/mistakes.toml: {mistake.get('name', 'a mistake')}"
@@ -291,7 +293,7 @@ class Site:
         return self.part("mistakes.md", mistakes=sorted(mistakes, key=lambda one: TOPICS.index(one["topic"])))
 
     def readme(self):
-        """The README, which is the front page too: its links to pages and to scripts, without those to other files."""
+        """The README as the front page. It keeps its links to pages and scripts, and loses those to other files."""
         text = re.sub(r"\]\((\w[\w/]*\.py)\)", r"](files/\1)", source("README.md"))
         text = re.sub(r"\[([^]]+)\]\((?!https?:|docs/pages/|files/)[^)]+\)", r"\1", text)
         return text.replace("](docs/pages/", "](").replace('"docs/pages/', '"')
@@ -315,15 +317,15 @@ class Site:
         return self.part("head.html", rung=rung, minutes=minutes(rung), predicted=predicted, measured=measured)
 
     def counts(self, rung):
-        """FLOPs, bytes and kernels of a step of a rung and of the one before it, and the bytes of what changed."""
+        """The three counts of a rung and of the rung before it, and the bytes of each group that changed."""
         steps = self.steps[render.COUNTED]
         names = [script for script in (rung.before, rung.file) if script]
         if missing := [script for script in names if script not in steps]:
-            return f"{missing[0]} is not counted yet: [three counts](../counts.md)."
+            return f"{missing[0]} is not counted yet: see [three counts](../counts.md)."
         both, rows = [steps[script] for script in names], {}
         for what, unit, place in (("FLOPs", "TFLOP", 0), ("bytes moved", "GB", 1), ("kernels", "", 2)):
             rows[what] = [floor.totals(step)[place] for step in both], unit
-        least = 0.01 * rows["bytes moved"][0][0]  # smaller changes are no news
+        least = 0.01 * rows["bytes moved"][0][0]  # leave out smaller changes
         for kind in render.GROUPS:
             moved = [floor.totals(step, kind)[1] for step in both]
             if max(moved) - min(moved) >= least or len(both) == 1 and moved[0]:
@@ -331,7 +333,7 @@ class Site:
         return self.part("counts.md", rows=rows, names=["before", "after"][-len(names) :])
 
     def measured_ms(self, script, prediction):
-        """The newest median step on the device, model, B and T of a prediction, or None."""
+        """The newest median step in ms with a prediction's device, model, B and T, or None."""
         wanted, times = [prediction[key] for key in ("device", "model", "seq_len", "batch_size")], []
         for data in map(record.read, (ROOT / "results").glob("*/ladder.json")):
             settings = data["settings"]
@@ -345,7 +347,7 @@ class Site:
         return max(times, key=lambda time: time[0], default=(None, None))[1]
 
     def measured(self, rung, **predicted):
-        """What was predicted for a script (speed, memory, loss) beside what was measured, with plots."""
+        """The predictions for a script (speed, memory, loss) next to the measurements, with plots."""
         found = []
         for name in self.results:
             row, before = row_of(self.results[name], rung.file), row_of(self.results[name], rung.before)
@@ -358,7 +360,7 @@ class Site:
         return self.part("measured.html", script=rung.file, predicted=predicted, found=found, predictions=predictions)
 
     def plots(self, name, rows):
-        """Of a script and the one before it: each step's time, the loss, where the time goes. [(alt text, SVG)]"""
+        """Plots of a script and the one before it: step times, losses, time by group. -> [(alt text, SVG)]"""
         names, spread, made = [title(row["name"]) for row in rows], np.random.default_rng(0), []
 
         def axes(text, values, **labels):
@@ -391,14 +393,14 @@ class Site:
         return [(text, self.inline(figure, f"{name}{text}")) for text, figure in made]
 
     def inline(self, figure, salt):
-        """A figure as SVG to stand in a page, in the colours of its text."""
+        """A figure as SVG for inclusion in a page, with the page's text colour."""
         for part in (figure, *figure.axes):
             part.set_facecolor("none")
         with matplotlib.rc_context({"svg.hashsalt": salt}):
             return Markup(in_page(render.svg(figure)))
 
     def run(self, name):
-        """A run of pretrain/train.py in results/: machine, losses as a plot and a table, samples."""
+        """A run of pretrain/train.py in results/: its machine, its losses as a plot and a table, its samples."""
         folder = ROOT / "results" / name
         machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
         rows = plot.read(folder / "log.jsonl")
@@ -411,7 +413,7 @@ class Site:
         return self.part("run.html", machine=machine, evaluations=evaluations, best=best, picture=picture)
 
     def write(self, folder):
-        """Every page as Markdown, and Zensical's configuration."""
+        """Write each page as Markdown, and Zensical's configuration. Raises ValueError for a mistake in a page."""
         pages = folder / "pages"
         shutil.copytree(DOCS / "pages", pages)
         rungs = {f"rungs/{Path(rung.file).stem}.md": rung for rung in self.rungs}
@@ -421,14 +423,14 @@ class Site:
         (folder / "zensical.toml").write_text(config, encoding="utf-8")
         for path in sorted(pages.rglob("*.md")):
             name = path.relative_to(pages).as_posix()
-            if f'"{name}"' not in config:  # which has a line for each rung
-                raise ValueError(f"docs/pages/{name} is of no rung, and has no line in nav in docs/zensical.toml")
+            if f'"{name}"' not in config:  # the configuration has a line for each rung
+                raise ValueError(f"docs/pages/{name} belongs to no rung and has no line in nav in docs/zensical.toml")
             if re.search(r"(?<!<!-- )\{\{", path.read_text(encoding="utf-8")):
                 raise ValueError(
                     f"docs/pages/{name}: write a call as <!-- {{{{ ... }}}} -->, which GitHub does not show"
                 )
             text = self.pages.get_template(f"pages/{name}").render(rung=rungs.get(name))
-            text = re.sub(r"<!-- github -->\n.*?<!-- end of github -->\n", "", text, flags=re.DOTALL)  # only for there
+            text = re.sub(r"<!-- github -->\n.*?<!-- end of github -->\n", "", text, flags=re.DOTALL)  # for GitHub only
             text = with_figures(with_files(text, name))
             path.write_text(text, encoding="utf-8")
             for file in re.findall(r"\bfiles/([\w./-]+\.(?:py|sbatch|toml))\b", text):
@@ -441,7 +443,7 @@ class Site:
 
 
 def search_from_disk(site):
-    """A browser starts no worker from a file on disk, only from text that it has: give it the search's own."""
+    """Copy the search worker's source into iframe-worker.js: browsers do not start a worker from a file on disk."""
     (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
     script = (site / "assets" / "iframe-worker.js").read_text(encoding="utf-8")
     text = script.replace('"SOURCE"', json.dumps(worker.read_text(encoding="utf-8")))
@@ -449,26 +451,26 @@ def search_from_disk(site):
 
 
 def build(target=SITE):
-    """Make the site. Raises ValueError, and leaves the one that was there, if it cannot be made."""
+    """Build the site in `target`. If this fails, raises ValueError and leaves the old site as it was."""
     with tempfile.TemporaryDirectory() as folder:
         print("1/3  filling in the pages", flush=True)
         folder = Path(folder)
         site = Site()
         site.write(folder)
         if not (zensical := shutil.which("zensical", path=Path(sys.executable).parent)):
-            raise ValueError("Zensical is not installed: it takes Python 3.11 or later")
-        print("2/3  Zensical turns them into HTML; this takes longest", flush=True)
+            raise ValueError("Zensical is not installed: it needs Python 3.11 or later")
+        print("2/3  converting them to HTML with Zensical, the longest step", flush=True)
         done = subprocess.run([zensical, "build", "--strict"], cwd=folder, capture_output=True, encoding="utf-8")
         if done.returncode or not (folder / "site" / "index.html").exists():
             said = re.sub(r"\x1b\[[\d;]*m", "", done.stderr).partition("Traceback")[0]
             raise ValueError(f"zensical: {said or done.stderr}")
-        print("3/3  writing the diff of every two scripts", flush=True)
+        print("3/3  writing the diff of each pair of scripts", flush=True)
         for before, after in combinations([rung.file for rung in site.rungs], 2):
             path = folder / "site" / pair_page(before, after)
             text = path.read_text(encoding="utf-8").replace(LATER, site.diff(before, after))
             path.write_text(text, encoding="utf-8")
         search_from_disk(folder / "site")
-        (folder / "site" / "404.html").unlink()  # it would look for its style at the top of the server
+        (folder / "site" / "404.html").unlink()  # it would look for its style at the server's root
         (folder / "site" / ".nojekyll").touch()  # GitHub Pages: serve the folder as it is
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(folder / "site", target)

@@ -1,10 +1,12 @@
-"""Attention alone: written out as up to rung 05, beside every kernel of rung 06's F.scaled_dot_product_attention.
-
-Time and memory of forward, and of forward and backward, by sequence length, on any device. The scores that are written
-out grow with T * T; kernels of the FlashAttention kind (Dao et al. 2022) never have all of them at once.
+"""Measure attention alone: written out as in rungs up to 05, and with each kernel of F.scaled_dot_product_attention.
 
     python measure/attention.py
-    git diff --no-index --word-diff speedup_05_compile.py speedup_06_flash_attn.py    the same change, in the model
+
+For each sequence length it prints the time of the forward pass, the time of forward and backward together, and the peak
+memory of both. Written-out attention stores scores that grow with T * T. FlashAttention (Dao et al. 2022) and similar
+kernels do not store all scores at once. This command shows the same change in the model, rung 06:
+
+    git diff --no-index --word-diff speedup_05_compile.py speedup_06_flash_attn.py
 """
 
 import argparse
@@ -27,12 +29,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float3
 
 @functools.cache
 def causal_mask(T, device):
-    """True where a token may look, (T, T): made once, as the model's is."""
+    """A bool mask, (T, T): True if the row's token may attend to the column's token. Built once, as in the model."""
     return torch.ones(T, T, dtype=torch.bool, device=device).tril()
 
 
 def written_out(q, k, v):
-    """Causal attention of q, k and v, (B, n_head, T, head_size) each, in the lines of rung 05. -> the same shape"""
+    """Causal attention, with the lines of rung 05. q, k, v and the result: (B, n_head, T, head_size)."""
     mask = causal_mask(q.size(2), q.device)
     att = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, n_head, T, T)
     att = att.masked_fill(~mask, float("-inf"))
@@ -40,7 +42,7 @@ def written_out(q, k, v):
 
 
 fused = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-ATTENTION = {  # a kernel raises RuntimeError where the device or the dtype has no such
+ATTENTION = {  # a kernel raises RuntimeError if it does not support the device or the dtype
     "written out": written_out,
     "math": sdpa_kernel(SDPBackend.MATH)(fused),
     "flash": sdpa_kernel(SDPBackend.FLASH_ATTENTION)(fused),
@@ -50,7 +52,7 @@ ATTENTION = {  # a kernel raises RuntimeError where the device or the dtype has 
 
 
 def passes(attention, q, k, v):
-    """The two things that are timed: the forward pass alone, and with the backward pass of a gradient of ones."""
+    """The two functions to time: the forward pass alone, and forward and backward with a gradient of ones."""
 
     @torch.no_grad()
     def forward():
@@ -63,7 +65,7 @@ def passes(attention, q, k, v):
 
 
 def peak_bytes(function, device):
-    """The most that a call holds at once, beyond its inputs; nan where PyTorch does not count it."""
+    """Peak memory of a call in bytes, without its inputs; nan if PyTorch does not track this device's memory."""
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         module.reset_peak_memory_stats(device)
@@ -72,16 +74,20 @@ def peak_bytes(function, device):
         return module.max_memory_allocated(device) - before
     if device.type != "cpu":
         return math.nan
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells of its every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs every start and stop
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))  # what is freed is less than 0
+    return max(itertools.accumulate(event.nbytes() for event in events))  # freed bytes are negative
 
 
 def bench(q, k, v):
-    """By kind of attention: MiB held at most, or why it does not run; and of those that run the ms of both passes."""
+    """(memory, times), two dicts by kind of attention.
+
+    memory has the peak in MiB, or a message if the kind does not run. times has, for each kind that runs, the three
+    times of the forward pass and the three of forward and backward, in ms.
+    """
     memory, times = {}, {}
     for kind, attention in ATTENTION.items():
         both = passes(attention, q, k, v)[1]
@@ -90,7 +96,7 @@ def bench(q, k, v):
             memory[kind] = peak_bytes(both, q.device) / 2**20
             times[kind] = [], []
         except RuntimeError as error:
-            memory[kind] = "out of memory" if out_of_memory(error) else "no such kernel here"
+            memory[kind] = "out of memory" if out_of_memory(error) else "kernel not available"
     for _ in range(3):
         for kind, taken in times.items():
             for ms, function in zip(taken, passes(ATTENTION[kind], q, k, v), strict=True):
@@ -105,10 +111,10 @@ def cell(ms, written_out_ms):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("--seq-lens", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], help="T, tokens")
-    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences, default 4")
-    parser.add_argument("--heads", type=int, default=12, help="default 12, as GPT-2 124M")
-    parser.add_argument("--head-size", type=int, default=64, help="default 64")
+    parser.add_argument("--seq-lens", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], help="T in tokens")
+    parser.add_argument("--batch-size", type=int, default=4, help="B in sequences, default 4")
+    parser.add_argument("--heads", type=int, default=12, help="default 12, as in GPT-2 124M")
+    parser.add_argument("--head-size", type=int, default=64, help="dimension of each head, default 64")
     parser.add_argument("--dtype", choices=DTYPES, help="default bf16, or fp16 or float32 if the device has no bf16")
     add_device(parser)
     args = parser.parse_args()
@@ -119,15 +125,15 @@ def main():
     module = torch.get_device_module(device)
     chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
     print(f"device {device} ({chip}) | torch {torch.__version__} | {dtype} | B {B}, {n_head} heads of {head_size}")
-    print("ms: median of 3 rounds in turns (least-largest) and times as fast as written out; MiB: held at most")
-    print(f"{'T':>6}  {'attention':16} {'forward':>10} {'':28} {'and backward':>12} {'':25} {'MiB':>9}")
-    warnings.filterwarnings("ignore")  # why a kernel does not run: it is left out below
+    print("ms: median of 3 interleaved rounds (lowest-highest), and speed relative to written out; MiB: peak memory")
+    print(f"{'T':>6}  {'attention':16} {'forward':>10} {'':28} {'both passes':>12} {'':25} {'MiB':>9}")
+    warnings.filterwarnings("ignore")  # PyTorch warns about each kernel that does not run; the table shows it as well
     for T in args.seq_lens:
         shape = B, n_head, T, head_size
         try:
             q, k, v = (torch.randn(shape, device=device, dtype=DTYPES[dtype], requires_grad=True) for _ in range(3))
         except RuntimeError as error:
-            sys.exit(f"{parser.prog}: error: no inputs of T {T}: {' '.join(str(error).split())[:200]}")
+            sys.exit(f"{parser.prog}: error: cannot make inputs of T {T}: {' '.join(str(error).split())[:200]}")
         memory, times = bench(q, k, v)
         for kind, most in memory.items():
             row = f"{most:>28}"

@@ -1,4 +1,4 @@
-"""What is run: the rows of the table, their commands, and a process in which nothing but the script decides."""
+"""The table's rows, the command of each row, and the process for it, without the environment variables in OVERRIDES."""
 
 import json
 import os
@@ -13,25 +13,25 @@ from record import ROOT
 sys.path.append(str(ROOT / "dev"))
 from ladder import read_ladder
 
-# Set by some containers and by nobody who reads the table: they would change what a script computes in, or keep its
-# compiled kernels where measure.py does not know of them.
+# Some containers set these variables. They would change the precision of a script, switch the compiler off, or keep
+# compiled kernels in a folder that measure.py does not manage.
 OVERRIDES = """NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE
     TRITON_CACHE_DIR""".split()
-# By name a machine without DNS may not find itself.
+# localhost, because a machine without DNS may not resolve its own host name.
 TORCHRUN = "-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=1 ddp_run.py".split()
 TEN = "speedup_10_fused_adamw.py"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. `words` follow the Python interpreter's name in its command."""
+    """A row of the table. Its command is the Python interpreter, then `words`. `before` is the row to compare with."""
 
     name: str
     words: tuple
     precision: str
     before: str | None
     kind: str  # rung, branch or peer
-    accumulates: bool = False  # it has --total-batch-size
+    accumulates: bool = False  # whether the script has --total-batch-size
 
 
 PEERS = [
@@ -43,10 +43,10 @@ PEERS = [
 
 
 def rows(peers=False, branches=False, only=()):
-    """The rungs of ladder.toml in order; if asked for, its branches, and then the peers: what others would run.
+    """The rungs of ladder.toml in order, then the branches and the peers (other training loops) if requested.
 
-    Of `only` (01 ... 10, ddp, fsdp, fp16) those alone, with the script that each is a diff from. Raises ValueError for
-    one that there is not.
+    `only` (01 ... 10, ddp, fsdp, fp16) selects these scripts, and the one before each, instead of all rungs. Raises
+    ValueError for an unknown name.
     """
     ladder = [rung for rung in read_ladder() if rung.part in ("rung", "branch")]
     found = [
@@ -54,7 +54,7 @@ def rows(peers=False, branches=False, only=()):
     ] + PEERS
     short = {rung.number: rung.file for rung in ladder}
     if unknown := set(only) - set(short):
-        raise ValueError(f"--only {min(unknown)}: it is one of {', '.join(short)}")
+        raise ValueError(f"--only {min(unknown)}: expected one of {', '.join(short)}")
     all_of = {"rung": not only, "branch": branches, "peer": peers}
     wanted = {row.name for row in found if all_of[row.kind]} | {short[name] for name in only}
     before = {row.before for row in found if row.name in wanted}
@@ -62,15 +62,15 @@ def rows(peers=False, branches=False, only=()):
 
 
 def command(row, settings, **changed):
-    """The words of a row's command after the interpreter's name."""
+    """A row's command as a list of words, without the interpreter."""
     flags = {name: settings[name] for name in ("model", "batch_size", "seq_len", "steps", "device")} | changed
-    if row.accumulates:  # one micro-batch per step, as in all the others
+    if row.accumulates:  # one micro-batch per optimizer step, as in the other scripts
         flags["total_batch_size"] = flags["batch_size"] * flags["seq_len"]
     return [*row.words, *(str(w) for k, v in flags.items() for w in (f"--{k.replace('_', '-')}", v))]
 
 
 def execute(words, cache, on_step=lambda: None):
-    """Run Python with these words. Returns what it wrote to stdout, to stderr, and its status."""
+    """Run Python with these words and call on_step() for each step's line. Returns (stdout, stderr, exit status)."""
     environment = {name: value for name, value in os.environ.items() if name not in OVERRIDES}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     out = []
@@ -84,7 +84,7 @@ def execute(words, cache, on_step=lambda: None):
                 if line.startswith("step "):
                     on_step()
             status = child.wait()
-        finally:  # Ctrl-C, the end of the budget, an error here: nothing goes on training behind the user's back
+        finally:  # after Ctrl-C, the end of the budget or an error, the child must not keep training in the background
             if child.poll() is None:
                 child.terminate()
                 child.wait()
@@ -93,7 +93,10 @@ def execute(words, cache, on_step=lambda: None):
 
 
 def ask(program, *words):
-    """What a program of this folder prints as JSON. Raises ValueError if it refuses its options, else RuntimeError."""
+    """Run a program of this folder and return the JSON that it prints.
+
+    Raises ValueError if the program rejects its options, and RuntimeError if it fails for another reason.
+    """
     with tempfile.TemporaryDirectory() as cache:
         text, errors, status = execute([f"measure/{program}", *words], cache)
     if status:

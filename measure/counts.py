@@ -1,18 +1,19 @@
-"""The FLOPs, bytes and kernels of a training step, by count:  python measure/counts.py --batch-size 4   (make counts)
+"""Count the FLOPs, bytes and kernels of a training step:  python measure/counts.py --batch-size 4   (make counts)
 
-Runs two steps of each rung as it is, on fake tensors, which have shapes and no values, and counts the second: no GPU is
-needed, nothing is computed, and the same torch gives the same counts every time. With --card it also prints the floor
-of that GPU: for each kernel the longer of FLOPs / peak and bytes / bandwidth, summed over the step.
+It runs two steps of each unchanged rung on fake tensors and counts the second step. Fake tensors have shapes but no
+values, so this needs no GPU and computes nothing. The same torch gives the same counts on each run. With --card it also
+prints the floor of a step on that GPU, a lower bound on its time: for each kernel the longer of FLOPs / peak and
+bytes / bandwidth, summed over the step.
 
 How it counts:
-* FLOPs: those of matrix products, by the formulas of torch.utils.flop_counter; flash attention's backward pass computes
-  the scores again, and the triangle that it skips is left out.
-* Bytes: each kernel reads and writes each operand once, as if nothing stayed in a cache between two kernels. Of a table
-  only the rows that are looked up are counted.
-* Kernels: one per operation that is not a view. CUDA launches two or three for a few of them (sums over rows, the
-  backward pass of LayerNorm), and several for one of AdamW's or clipping's over all parameters.
-* It runs on the CPU and keeps to CUDA's rules where the two differ: softmax is float32 under autocast, AdamW and
-  clipping take one operation for all parameters, and Inductor schedules for an A100, but does not pad a product.
+* FLOPs: only matrix products count, by the formulas of torch.utils.flop_counter. The count includes the scores that
+  flash attention's backward pass computes again, and leaves out the masked triangle that flash attention skips.
+* Bytes: each kernel reads and writes each operand once, as if no cache kept data between two kernels. For a lookup in a
+  table, only the rows that it reads count.
+* Kernels: one per operation that is not a view. CUDA launches two or three for a few operations (sums over rows, the
+  backward pass of LayerNorm), and several for each AdamW or clipping operation over all parameters.
+* Device: the steps run on the CPU but follow CUDA's rules if the two differ. Softmax is float32 under autocast, AdamW
+  and clipping use one operation for all parameters, and Inductor schedules for an A100 but does not pad matmuls.
 """
 
 import argparse
@@ -53,28 +54,28 @@ from ladder import read_ladder
 from baseline import MODELS
 
 aten = torch.ops.aten
-NOT_KERNELS = {aten._unsafe_view.default, aten.lift_fresh.default}  # views, but for their schema
-HOST = {aten._foreach_add_.Tensor}  # AdamW's step counters, which are on the CPU unless it is fused
-ONLY_WRITTEN = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # what they change they do not read
-SCHEDULES = {}  # of graphs that have been compiled: their kernels
-A100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)  # 108 SMs, capability 8.0; what an SM holds
+NOT_KERNELS = {aten._unsafe_view.default, aten.lift_fresh.default}  # views that their schemas do not mark
+HOST = {aten._foreach_add_.Tensor}  # for AdamW's step counters, which are on the CPU unless AdamW is fused
+ONLY_WRITTEN = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # they overwrite a tensor without reading it
+SCHEDULES = {}  # key of a compiled graph -> its kernels
+A100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)  # 108 SMs, capability 8.0; limits of an SM
 
 
 @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu)
 def attention_flops(q, k, v, dropout=0.0, is_causal=False, products=2, **_):
-    """Two products of (T, head size) and T x T; if causal, of T (T + 1) / 2 of the scores."""
+    """FLOPs of attention's two products. q is a shape (..., T, head size). If causal, T (T + 1) / 2 scores count."""
     *heads, T, size = q
     return products * 2 * torch.Size(heads).numel() * size * (T * (T + 1) // 2 if is_causal else T * T)
 
 
 @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu_backward)
 def attention_backward_flops(grad, q, k, v, out, logsumexp, dropout, is_causal, **_):
-    """Five products: the scores again, then the gradients of the probabilities, of v, of q and of k."""
+    """FLOPs of five products: the scores again, then the gradients of the probabilities, v, q and k."""
     return attention_flops(q, k, v, is_causal=is_causal, products=5)
 
 
 def product(func, args, kwargs, out, float32):
-    """(name, FLOPs, precision) of an operation; without FLOPs, if it is no product, and then without precision."""
+    """(name, FLOPs, precision) of an operation: FLOPs 0 and precision "" if it is not a matrix product."""
     name, formula = f"aten::{func.overloadpacket.__name__}", FLOPS.get(func.overloadpacket)
     if not formula:
         return name, 0, ""
@@ -84,7 +85,7 @@ def product(func, args, kwargs, out, float32):
 
 
 def nbytes(tensor):
-    """Of the memory behind a tensor, which may be less than its elements if it is expanded."""
+    """Bytes of the memory behind a tensor. An expanded tensor needs less than its number of elements suggests."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -96,16 +97,16 @@ def traffic(func, args, kwargs, out):
         tensors = [t for t in tree_leaves(values.get(argument.name)) if isinstance(t, torch.Tensor)]
         changed = argument.alias_info is not None and argument.alias_info.is_write
         if changed and func is aten._fused_adamw_.default and argument.name == "grads":
-            changed = False  # only a gradient scaler has them changed
+            changed = False  # it changes them only with a gradient scaler
         written += sum(map(nbytes, tensors)) if changed else 0
         if not (changed and func in ONLY_WRITTEN):
-            read |= {id(t): nbytes(t) for t in tensors}  # the same one twice is read once
+            read |= {id(t): nbytes(t) for t in tensors}  # a tensor passed twice is read once
     if func is aten.embedding.default:
         read[id(args[0])] = nbytes(out)
     if func is aten.nll_loss_forward.default:
         read[id(args[0])] = args[1].numel() * args[0].element_size()
     if func is aten.nll_loss_backward.default:
-        del read[id(args[1])]  # it takes the log-probabilities for their shape
+        del read[id(args[1])]  # the kernel needs only the log-probabilities' shape
     returns = func._schema.returns
     outs = [out] if len(returns) == 1 else out or ()
     new = [one for one, about in zip(outs, returns, strict=True) if about.alias_info is None]
@@ -113,7 +114,7 @@ def traffic(func, args, kwargs, out):
 
 
 class Counter(TorchDispatchMode):
-    """Lists the kernels of what runs under it. `float32` is the precision of a float32 product."""
+    """Lists the kernels of the code that runs under it. `float32`, the precision of float32 matmuls, may be tf32."""
 
     def __init__(self, float32="float32"):
         super().__init__()
@@ -124,7 +125,7 @@ class Counter(TorchDispatchMode):
             return 1.0  # a fake loss has no value
         if func is aten.masked_fill.Scalar:
             with self:
-                return args[0].clone().masked_fill_(*args[1:])  # which is how PyTorch does it
+                return args[0].clone().masked_fill_(*args[1:])  # as PyTorch implements it
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         kernel = func.namespace == "aten" and not func.is_view and func not in NOT_KERNELS | HOST
@@ -135,15 +136,18 @@ class Counter(TorchDispatchMode):
         return out
 
 
-# ---- compiled: Inductor schedules the graphs, and no code is made of them
+# ---- compiled rungs: Inductor schedules the graphs but generates no code
 
 
 class Scheduled(BaseException):
-    """Inductor has a schedule: its kernels. Not an Exception, which Inductor would wrap."""
+    """Carries the kernels of Inductor's schedule. Not a subclass of Exception, because Inductor would wrap it."""
 
 
 def moved(node):
-    """Bytes of a node of Inductor's schedule, which for a fused one counts whole tables, not the rows that are read."""
+    """Bytes that a node of Inductor's schedule moves.
+
+    For a fused node Inductor counts whole tables. For its parts it counts only the rows that they read.
+    """
     sizes, parts = node.get_read_write_buffer_accesses(True, True), node.get_nodes()
     if len(parts) == 1:
         return sum(sizes.values())
@@ -152,7 +156,7 @@ def moved(node):
 
 
 def schedule(float32, graph):
-    """In place of GraphLowering.codegen: raises Scheduled."""
+    """A replacement for GraphLowering.codegen. Raises Scheduled with the kernels of the graph."""
     graph.init_wrapper_code()
     graph._update_scheduler()
     kernels = []
@@ -160,7 +164,7 @@ def schedule(float32, graph):
         size, parts = moved(node), node.get_nodes()
         name, flops, precision = f"triton_{get_fused_kernel_name(parts, 'original_aten')}_0", 0, ""
         if not size or ("attention_for_cpu" in name and not node.is_extern()):
-            continue  # a view, one of the outputs of an operation that has several, or a layout for the CPU's kernel
+            continue  # a view, one of several outputs of an operation, or a layout for the CPU's kernel
         if node.is_extern():
             origins = parts[0].node.origins
             for call in (n for n in origins if getattr(n.target, "overloadpacket", None) in FLOPS):
@@ -171,7 +175,7 @@ def schedule(float32, graph):
 
 
 def to_cuda(gm, inputs):
-    """Put a graph of fake tensors, and a list of its inputs, on a GPU."""
+    """Move a graph of fake tensors and the list of its inputs to a GPU, in place."""
     device = torch.device("cuda:0")
     move = functools.partial(tree_map_only, torch.Tensor, lambda t: t.to(device))
     with detect_fake_mode(inputs):
@@ -184,7 +188,7 @@ def to_cuda(gm, inputs):
 
 
 def compiler(counter):
-    """In place of torch.nn.Module.compile: each call of the module lists the kernels that Inductor would run."""
+    """A replacement for torch.nn.Module.compile: each call of the module lists the kernels that Inductor would run."""
 
     def inner(gm, inputs, **options):
         key = str(gm.graph), *((t.shape, t.dtype) for t in inputs)  # rungs 07 to 10 have the same graphs
@@ -223,10 +227,10 @@ def compiler(counter):
 
     def compile(module, **_):
         backend = functools.partial(compile_fx, inner_compile=inner)
-        call = torch.compile(module._call_impl, backend=backend, fullgraph=True)  # what is left out is not counted
+        call = torch.compile(module._call_impl, backend=backend, fullgraph=True)  # no kernel outside the graph
 
         def without_counter(*args):
-            with _pop_mode_temporarily():  # Dynamo compiles nothing under a mode that it does not know
+            with _pop_mode_temporarily():  # Dynamo compiles nothing under an unknown mode
                 return call(*args)
 
         module._compiled_call_impl = without_counter
@@ -235,9 +239,9 @@ def compiler(counter):
 
 
 def step(rung, model, batch_size, seq_len, cuda=True):
-    """The kernels of a rung's second step, in order. Without `cuda`, by the rules of a CPU.
+    """The kernels of a rung's second step, in order, by CUDA's rules or, with cuda=False, by a CPU's.
 
-    Raises SystemExit as the script does, for sizes that it refuses.
+    Raises SystemExit, as the script does, for sizes that the script rejects.
     """
     counter, steps = Counter("float32" if rung.precision == "float32" else "tf32"), []
     softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
@@ -264,18 +268,18 @@ def step(rung, model, batch_size, seq_len, cuda=True):
     }
     if cuda:
         patches |= {
-            "torch.backends.cpu.get_cpu_capability": lambda: "AVX512",  # bf16
+            "torch.backends.cpu.get_cpu_capability": lambda: "AVX512",  # allows bf16
             "torch.nn.functional.softmax": in_float32,
             "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,
             "torch.optim.adam._default_to_fused_or_foreach": lambda *_, **__: (False, True),
         }
     hooks = register_optimizer_step_pre_hook(begin_update), register_optimizer_step_post_hook(end_update)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)  # as on a GPU: with it, other kernels are compiled
+    torch.use_deterministic_algorithms(False)  # as on a GPU; deterministic mode compiles other kernels
     torch._dynamo.reset()
     try:
         with contextlib.ExitStack() as stack, mock.patch.dict(os.environ):
-            for name in OVERRIDES:  # they could switch the compiler off
+            for name in OVERRIDES:  # these could switch the compiler off
                 os.environ.pop(name, None)
             for name, value in patches.items():
                 stack.enter_context(mock.patch(name, value))
@@ -294,12 +298,12 @@ def step(rung, model, batch_size, seq_len, cuda=True):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("--model", choices=MODELS, default="gpt2", help="default gpt2")
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[4], metavar="B", help="one or several, default 4")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[4], metavar="B", help="one or more, default 4")
     parser.add_argument("--seq-len", type=int, default=1024, help="T, default 1024")
     parser.add_argument(
-        "--card", help="adds its floor: a GPU of measure/cards.toml, or a file with what roof.py printed"
+        "--card", help="also print the floor on this GPU: a name in measure/cards.toml, or a file with roof.py's output"
     )
-    parser.add_argument("--out", type=Path, help="also write the counts there, as JSON")
+    parser.add_argument("--out", type=Path, help="also write the counts to this file as JSON")
     args = parser.parse_args()
     try:
         card = Card.read(args.card) if args.card is not None else None
@@ -316,11 +320,11 @@ def main():
                 steps[rung.file] = Counted(step(rung, **about))
         rows = {script: [[*kernel, count] for kernel, count in found.items()] for script, found in steps.items()}
         counts.append(about | {"scripts": rows})
-        said = f"{args.model}, B {batch_size}, T {args.seq_len}: a step, by count. torch {version}"
+        said = f"{args.model}, B {batch_size}, T {args.seq_len}: counts of one step, torch {version}"
         print(plain([said], cells(steps, card)), flush=True)
     if args.out:
         command = shlex.join(["python", "measure/counts.py", *sys.argv[1:]])
-        save(args.out, {"command": command, "torch": version, "counts": counts}, r"\[[^][{}]+\]")  # a kernel in a line
+        save(args.out, {"command": command, "torch": version, "counts": counts}, r"\[[^][{}]+\]")  # one kernel per line
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The device that is measured, for the programs that run on it: the option --device, precisions, a statement's time."""
+"""The measured device, for the programs that run on it: the option --device, its precisions, a statement's time."""
 
 import argparse
 import time
@@ -8,11 +8,11 @@ from torch.utils.benchmark import Timer
 
 
 def usable(name):
-    """The torch.device of that name. Raises ArgumentTypeError for one that this machine does not have."""
+    """The torch.device with this name. Raises ArgumentTypeError if this machine does not have it."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
-    except (AssertionError, RuntimeError) as error:  # torch's way to say that there is no such device
+    except (AssertionError, RuntimeError) as error:  # torch raises these for a missing device
         raise argparse.ArgumentTypeError(f"{name}: {str(error).splitlines()[0]}") from None
     return device
 
@@ -23,13 +23,16 @@ def add_device(parser):
 
 
 def out_of_memory(error):
-    """Whether this is how torch, cuBLAS or the CPU's allocator says so."""
+    """Whether the error reports that memory ran out, in the words of torch, cuBLAS or the CPU's allocator."""
     words = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
     return any(said in str(error) for said in words)
 
 
 def precisions(device):
-    """Those that the scripts use on this device. An x86 CPU without AVX-512 takes minutes for a product in 16 bits."""
+    """The precisions that the scripts use on this device, as a list of names.
+
+    An x86 CPU without AVX-512 gets only float32, because it needs minutes for a 16-bit matrix product.
+    """
     if device.type == "cpu":
         return ["float32", "bf16", "fp16"] if torch.backends.cpu.get_cpu_capability() == "AVX512" else ["float32"]
     if device.type != "cuda":
@@ -40,9 +43,9 @@ def precisions(device):
 
 
 def seconds(stmt, device, min_run_time=0.1, **names):
-    """The median time of a statement."""
+    """The median time of a statement in seconds. `names` are its variables; min_run_time is in seconds."""
 
-    def clock():  # Timer's own waits for the current GPU, which may be another
+    def clock():  # Timer's own clock synchronizes the current GPU, which may be a different one
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         return time.perf_counter()

@@ -1,8 +1,9 @@
-"""What a step that counts.py counted takes at least, on a GPU of cards.toml (data sheets) or one that roof.py measured.
+"""The floor, a lower bound on the time of a counted step, on a GPU of cards.toml or on one that roof.py measured.
 
-The floor is, summed over the kernels, the longer of FLOPs / peak and bytes / bandwidth. Nothing is fitted, and nothing
-is added for the time between kernels or for what a kernel loses to its peak. A step can be below it mainly if kernels
-find in the cache what earlier ones wrote, or if the card clocks higher than its data sheet says.
+For each kernel the floor takes the longer of FLOPs / peak and bytes / bandwidth, and adds up these times. The figures
+in cards.toml are from data sheets. No parameter is fitted, and the floor includes neither the time between kernels nor
+the gap between a kernel and the peak. A step can be faster than its floor mainly if kernels find the results of earlier
+kernels in the cache, or if the card clocks higher than its data sheet states.
 """
 
 import json
@@ -17,11 +18,11 @@ from record import ROOT
 sys.path.append(str(ROOT / "dev"))
 from ladder import read_toml
 
-INSTEAD = {"tf32": "float32", "bf16": "fp16", "fp16": "float32"}  # on a device that has no such precision
+INSTEAD = {"tf32": "float32", "bf16": "fp16", "fp16": "float32"}  # the substitute on a device without this precision
 
 
 class Kernel(NamedTuple):
-    """An operation, or what the compiler made of several. Precision: that of a product's factors; "" if it is none."""
+    """An operation, or several that the compiler fused. `precision` describes a matmul's factors, or is ""."""
 
     name: str
     group: str
@@ -32,14 +33,17 @@ class Kernel(NamedTuple):
 
 @dataclass
 class Card:
-    """A GPU: TFLOP/s of matrix products by precision, GB/s of its memory."""
+    """A GPU: TFLOP/s of matrix products by precision, and memory bandwidth in GB/s."""
 
     tflops: dict
     gb_per_s: float
 
     @classmethod
     def read(cls, name):
-        """A GPU of cards.toml, with or without its RTX, or one that roof.py measured. Raises OSError or ValueError."""
+        """The GPU with this name in cards.toml ("RTX" is optional), or the one in this file with roof.py's output.
+
+        Raises OSError or ValueError.
+        """
         cards = read_toml("measure/cards.toml")
         for known, card in cards.items():
             if name.lower() in (known.lower(), known.lower().removeprefix("rtx ")):
@@ -53,10 +57,10 @@ class Card:
                 return cls(tflops, gb_per_s)
         except (AttributeError, KeyError, TypeError, ValueError):
             pass
-        raise ValueError(f"--card {name}: it is not what roof.py printed")
+        raise ValueError(f"--card {name}: the file is not what roof.py printed")
 
     def floor_ms(self, step):
-        """The floor of a step in ms, and the part of it in which the memory is slower than the products."""
+        """(the floor of a step, the part of it in memory-bound kernels), both in ms."""
         whole = waiting = 0.0
         for kernel, count in step.items():
             precision = kernel.precision
@@ -70,7 +74,7 @@ class Card:
 
 
 def read_counts(path=ROOT / "results" / "counts.json"):
-    """(model, B, T) -> script -> step, a Counter of kernels."""
+    """The counts as {(model, B, T): {script: step}}. A step is a Counter of kernels."""
     data = json.loads(path.read_text(encoding="utf-8"))
     return {
         (one["model"], one["batch_size"], one["seq_len"]): {
@@ -82,19 +86,19 @@ def read_counts(path=ROOT / "results" / "counts.json"):
 
 
 def counted_with(path=ROOT / "results" / "counts.json"):
-    """The torch that was counted."""
+    """The version of torch that the counts were made with."""
     return json.loads(path.read_text(encoding="utf-8"))["torch"]
 
 
 def totals(step, group=None):
-    """The three counts of a step, or of one group of its kernels: FLOPs, bytes, kernels."""
+    """(FLOPs, bytes, number of kernels) of a step, or of one group of its kernels."""
     rows = [(kernel, count) for kernel, count in step.items() if group in (None, kernel.group)]
     sums = (sum(getattr(kernel, what) * count for kernel, count in rows) for what in ("flops", "bytes"))
     return *sums, sum(count for _, count in rows)
 
 
 def cells(steps, card=None):
-    """The table of {script: step}: a dict for each row, heading -> cell."""
+    """The table of {script: step}: a list of rows, each a dict of heading -> cell."""
     table = []
     for script, step in steps.items():
         flops, moved, kernels = totals(step)
@@ -102,13 +106,13 @@ def cells(steps, card=None):
         row |= {"kernels": f"{kernels:,}"}
         if card:
             whole, waiting = card.floor_ms(step)
-            row |= {"floor, ms": f"{whole:.1f}", "of it, memory-bound": f"{waiting / whole:.0%}"}
+            row |= {"floor, ms": f"{whole:.1f}", "memory-bound share": f"{waiting / whole:.0%}"}
         table.append(row)
     return table
 
 
 def beside(measured, steps, card):
-    """The table of {script: measured ms} beside the floor of a card."""
+    """The table of {script: measured ms} next to a card's floor: a list of rows, each a dict of heading -> cell."""
     table, before = [], None
     for script, ms in measured.items():
         floor, _ = card.floor_ms(steps[script])

@@ -1,4 +1,4 @@
-"""The state of the machine during a measurement: the GPU's clock, power and temperature, and other work on it."""
+"""The state of the machine during a measurement: the GPU's clock, power and temperature, and other programs' load."""
 
 import hashlib
 
@@ -7,17 +7,17 @@ import pynvml
 
 
 def short_hash(text):
-    """A short id that tells hosts or GPUs apart without naming them."""
+    """A short id that distinguishes hosts or GPUs without revealing their names."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def gpu_id(properties):
-    """Of what torch.cuda.get_device_properties returns."""
+    """The short_hash of a GPU, given what torch.cuda.get_device_properties returns."""
     return short_hash(f"GPU-{properties.uuid}")
 
 
 def find_gpu(wanted):
-    """NVML's handle of the GPU with this gpu_id, or None: a CPU, another vendor, or no access."""
+    """NVML's handle of the GPU with this gpu_id. None for a CPU, another vendor's GPU, or without access to NVML."""
     try:
         pynvml.nvmlInit()
         gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
@@ -27,7 +27,10 @@ def find_gpu(wanted):
 
 
 def reading(gpu):
-    """SM clock in MHz, power and its limit in W, temperature in °C; None for what cannot be read, and without a GPU."""
+    """A dict of the SM clock in MHz, power and power limit in W, and temperature in °C; None without a GPU.
+
+    A value that cannot be read is None.
+    """
     if gpu is None:
         return None
 
@@ -46,9 +49,9 @@ def reading(gpu):
 
 
 def busy(gpu):
-    """What else the machine is doing, in words, or None. Call it while no script of the ladder runs."""
+    """A description of other load on the machine, or None. Call it only while no script of the ladder runs."""
     cores = psutil.cpu_percent(interval=0.1) / 100 * psutil.cpu_count()
-    said = [f"other work takes {cores:.1f} CPU cores"] if cores > min(1, psutil.cpu_count() / 4) else []
+    said = [f"other work uses {cores:.1f} CPU cores"] if cores > min(1, psutil.cpu_count() / 4) else []
     if gpu is not None:
         try:
             others = len(pynvml.nvmlDeviceGetComputeRunningProcesses(gpu))
@@ -56,6 +59,6 @@ def busy(gpu):
         except pynvml.NVMLError:
             others, memory = 0, 0.0
         said += [f"other processes use the GPU: {others}"] if others else []
-        # a container may not see the processes of others; 2 GiB is more than the driver takes for itself
-        said += [f"{memory:.0f} GiB of the GPU's memory are taken"] if memory > 2 else []
+        # A container may not see other processes, but it sees their memory. The driver alone uses less than 2 GiB.
+        said += [f"{memory:.0f} GiB of GPU memory are in use"] if memory > 2 else []
     return "; ".join(said) or None

@@ -1,9 +1,10 @@
-"""Where the time of a step goes, by kind of kernel:  python measure/kernels.py speedup_05_compile.py --steps 10
+"""Profile the time of a step by kind of kernel:  python measure/kernels.py speedup_05_compile.py --steps 10
 
-Runs the script as it is under torch.profiler, looks at 3 steady steps, and prints a line of JSON after its own lines:
-milliseconds per step, the attention kernel that ran, and the peak of the memory that PyTorch reserved. On a GPU the
-kernels are grouped, each by its name and by the operation that launched it; idle is the time in which none ran. On a
-CPU the operations are grouped, each by the time that it spent in itself; idle is Python and dispatch.
+It runs the unchanged script under torch.profiler and profiles 3 steady steps. After the script's own output it prints a
+line of JSON: milliseconds per step, the attention kernel that ran, and the peak of the memory that PyTorch reserved, in
+GiB. On a GPU it groups kernels by their names and by the operations that launched them. Idle is the time in which no
+kernel ran. On a CPU it groups operations, and each counts without the operations that it calls. Idle is then the time
+of Python and dispatch.
 """
 
 import json
@@ -14,19 +15,19 @@ import tempfile
 from pathlib import Path
 
 STEPS = 3
-# The first that matches names the group. A compiled kernel's name lists all that was fused into it.
+# The first pattern that matches determines the group. A compiled kernel's name lists the operations fused into it.
 GROUPS = {
     "optimizer": r"optimizer\.|adam|multi_tensor|_foreach_|vector_norm|lpnorm",
-    # the batched products are those of attention written out
+    # bmm: the batched products of written-out attention
     "attention": r"flash|fmha|attention|sdpa|bmm",
-    # nvjet: cuBLAS from Hopper on; tem_fused: a product that Inductor wrote itself, with what follows it fused in
+    # nvjet: cuBLAS on Hopper and later; tem_fused: a matmul that Inductor generated and fused with what follows it
     "matmul": r"gemm|gemv|nvjet|cutlass|cublas|splitk|tem_fused|^aten::_?(add|scaled_)?mm(_activation)?$",
     "softmax and loss": r"softmax|logsumexp|nll_loss|cross_entropy",
     "copies": r"memcpy|memset|direct_copy|aten::(copy_|_to_copy|clone|fill_|zero_|cat|stack)$|"
     r"fused__to_copy(_t|_view)*_\d+$",
     "normalisation and element-wise": "",
 }
-# cuDNN's kernels have "flash" in their names as well.
+# cuDNN is first, because its kernels also have "flash" in their names.
 ATTENTION = {
     "cuDNN": r"cudnn_attention|cudnn.*sdpa",
     "flash": r"flash_attention|flash_fwd",
@@ -37,7 +38,7 @@ NO_WORK = re.compile(r"CompiledFxGraph|^CompiledFunction|Torch-Compiled|Dynamo|^
 
 
 def group(name, path=""):
-    """The group of a kernel or operation, from its name and the names of what it was called in."""
+    """The group of a kernel or operation, from its name and from `path`, the names of the operations around it."""
     optimizer, *others = GROUPS
     if re.search(GROUPS[optimizer], f"{path} {name}", re.IGNORECASE):
         return optimizer
@@ -45,7 +46,10 @@ def group(name, path=""):
 
 
 def nested(events):
-    """(event, names of those around it in its thread, time spent in itself) of events. Times are microseconds."""
+    """A list of (event, names of the events around it in its thread, its own time without nested events).
+
+    Times are in microseconds.
+    """
     done, stacks = [], {}
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         stack = stacks.setdefault(event["tid"], [])
@@ -59,13 +63,13 @@ def nested(events):
 
 
 def attention(names):
-    """Which kernel computed attention, from the names of all operations and kernels."""
+    """The kind of kernel that computed attention, from the names of all operations and kernels."""
     ran = (kind for kind, pattern in ATTENTION.items() if any(re.search(pattern, name) for name in names))
     return next(ran, "written out")
 
 
 def length(spans):
-    """The length of the union of (start, end) spans: kernels that overlap count once."""
+    """The length of the union of (start, end) spans. Time in which kernels overlap counts once."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         covered += max(0.0, end - max(start, reached))
@@ -74,21 +78,21 @@ def length(spans):
 
 
 def in_steps(trace):
-    """The steps of a Chrome trace of torch.profiler, and the events within them."""
+    """(the steps, the events within them) of a Chrome trace of torch.profiler."""
     events = [event for event in trace if event.get("ph") == "X"]
-    # a GPU's trace has these once more, as the GPU saw them: that range leaves kernels out
+    # A GPU's trace repeats these ranges on the GPU's own timeline, where they leave out some kernels.
     steps = [e for e in events if e["name"].startswith("ProfilerStep") and e["cat"] == "user_annotation"]
     start, end = min(step["ts"] for step in steps), max(step["ts"] + step["dur"] for step in steps)
     return steps, [e for e in events if start <= e["ts"] < end and not e["name"].startswith("ProfilerStep")]
 
 
 def grouped(steps, events, gpu=False):
-    """Milliseconds per step by group. Raises ValueError if a GPU's trace has no kernels."""
+    """A dict of milliseconds per step by group. Raises ValueError if a GPU's trace has no kernels."""
     whole = max(step["ts"] + step["dur"] for step in steps) - min(step["ts"] for step in steps)
     operations = nested(event for event in events if event.get("cat") in ("cpu_op", "user_annotation"))
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if gpu and not kernels:
-        raise ValueError("the profiler saw no kernels: this machine may not let it")
+        raise ValueError("the profiler recorded no kernels: this machine may not permit it")
     total = dict.fromkeys(["matmul", "attention", "softmax and loss", "normalisation and element-wise"], 0.0)
     total |= {"optimizer": 0.0, "copies": 0.0}
     if kernels:
@@ -98,7 +102,7 @@ def grouped(steps, events, gpu=False):
             operation, path = launched_in.get(kernel["args"].get("External id"), ("", ""))
             kind = group(kernel["name"], f"{path} {operation}")
             said = group(operation) if operation.startswith("aten::") else kind
-            # many kernels have general names, and cuBLAS has one for a product in attention and any other
+            # Many kernels have generic names, and cuBLAS uses the same name for a matmul in attention and elsewhere.
             if kind == "normalisation and element-wise" or (kind, said) == ("matmul", "attention"):
                 kind = said
             total[kind] += kernel["dur"]
@@ -113,14 +117,15 @@ def grouped(steps, events, gpu=False):
 
 
 def profile(script):
-    """Run a script, whose arguments are in sys.argv, and look at its steps."""
+    """Run a script with the arguments in sys.argv and profile its steps. Returns the dict that this program prints."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     gpu = torch.accelerator.is_available() and "cpu" not in sys.argv
     if not gpu:
-        # Without it compiled C++ is one nameless block. It changes the key of Inductor's cache, so on a CPU the first
-        # profile compiles; on a GPU nothing may change, and the profile finds the kernels of the runs before it.
+        # Without this option, compiled C++ appears as one unnamed block. The option changes the key of Inductor's
+        # cache, so the first profile on a CPU compiles again. On a GPU it stays off, and the profile reuses the kernels
+        # of the runs before it.
         torch._inductor.config.cpp.enable_kernel_profile = True
     with tempfile.TemporaryDirectory() as folder:
         path, devices = Path(folder, "trace.json"), set()
@@ -141,7 +146,7 @@ def profile(script):
             runpy.run_path(script, run_name="__main__")
         hook.remove()
         if not path.exists():
-            sys.exit("kernels.py: error: it takes at least 9 steps")
+            sys.exit("kernels.py: error: the profile needs at least 9 steps")
         steps, events = in_steps(json.loads(path.read_text())["traceEvents"])
         (device,) = devices
         reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None

@@ -1,6 +1,6 @@
-"""What a measurement ran on, as JSON:  python measure/machine.py --device cuda
+"""Describe the machine of a measurement as JSON:  python measure/machine.py --device cuda
 
-A program of its own, because a process that asks a GPU for its name holds some of its memory until it ends.
+This is a separate program, because a process that queries a GPU keeps some of the GPU's memory until it exits.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch.utils import collect_env
 
 
 def describe(device):
-    """Names, versions and sizes. Memory in GiB; what the device does not have is None."""
+    """A dict of names, versions and sizes. Memory is in GiB. A value that does not apply to the device is None."""
     module = torch.get_device_module(device)
     cpu = cpuinfo.get_cpu_info().get("brand_raw") or platform.machine()
     cuda = device.type == "cuda"

@@ -1,15 +1,15 @@
-"""The whole ladder, measured on this machine:  python measure/measure.py   (make ladder)
+"""Measure the whole ladder on this machine:  python measure/measure.py   (make ladder)
 
-Runs each script as a user does, in a process of its own, all with the same B, T and model, and reads the lines that it
-prints. Writes results/<device>-<date>/ladder.json, the table as summary.txt, and plots. --repeat R goes over the ladder
-R times, up and down in turns (A B C, C B A, A B C ...), so that a machine that drifts favours no rung; a speed-up is
-the median over the passes of the quotient within a pass. What matters most is measured first: the peak of the device,
-one pass over the ladder, the profile, the table of batch sizes, the peers, further passes, the largest batch.
+It runs each script in its own process, as a user would, with the same B, T and model, and reads the lines that the
+script prints. It writes results/<device>-<date>/ladder.json, the table as summary.txt, and plots. --repeat R makes R
+passes over the ladder, alternately up and down (A B C, C B A, A B C ...). A drift in the machine's speed then favours
+no rung. A speed-up is the median over the passes of the ratio within a pass. The most important results come first:
+the peak of the device, one pass over the ladder, the profile, the table of batch sizes, the peers, further passes, the
+largest batch.
 
-A measurement that was cut, by Ctrl-C or by --budget, is kept, but for the run under way: the same command continues it
-and retries what failed.
-It may continue on another host with the same GPU, torch and CUDA. Each pass belongs to one host: of a pass that was
-cut, the runs of another host are repeated here, last of all.
+If Ctrl-C or --budget ends a measurement early, all results except the current run are kept. The same command continues
+the measurement and retries failed runs. You may continue on another host with the same GPU, torch and CUDA. Each pass
+belongs to one host: if two hosts measured parts of a pass, the current host repeats the other's runs, last of all.
 """
 
 import argparse
@@ -34,15 +34,15 @@ from commands import TEN, ask, command, execute, rows
 from record import ROOT
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-PROFILED_STEPS = 12  # 4 to settle, 1 to warm the profiler, 3 looked at; fp16 leaves out updates that overflow
+PROFILED_STEPS = 12  # 4 to settle, 1 to warm up the profiler, 3 profiled, 4 spare (fp16 skips some updates)
 FIT_STEPS = 10
 BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
-MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # the same in all of a measurement
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # Ctrl-C, the machine goes down, the budget is spent
+MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # constant throughout a measurement
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # Ctrl-C, shutdown, end of the budget
 
 
 def largest(fits, start=16):
-    """The largest power of two that fits, or 0: 16, 64 and 128 are tried first, then on by doubling or halving."""
+    """The largest power of two that fits, or 0. It tries 16, 64 and 128 first, then doubles or halves."""
     fit, miss, size = 0, 8192, start
     while fit < size < miss:
         if fits(size):
@@ -55,10 +55,10 @@ def largest(fits, start=16):
 
 
 class Measurement:
-    """A ladder.json in the making. Each run is saved before the next begins.
+    """A ladder.json in progress. Each result is saved before the next run begins.
 
-    A job is (its method, its row, what else it takes). The method writes its result into the record, and returns what
-    to say of it.
+    A job is a tuple: its method, its row, and further arguments. The method writes its result into the record and
+    returns a message to print, or None.
     """
 
     def __init__(self, path, data, plan, host, progress, caches):
@@ -70,7 +70,7 @@ class Measurement:
         self.bar, self.stage = progress.add_task(""), ""
 
     def stages(self):
-        """(title, jobs) of all that was asked for, the most important first. A job may be in two stages."""
+        """(title, jobs) of each requested stage, the most important first. A job may be in two stages."""
         profiled = [row for row in self.plan if self.settings["profile"] and row.words[0].endswith(".py")]
         ten = [row for row in rows() if self.settings["batches"] and row.name == TEN]
         yield "peak", [(self.roof, None)]
@@ -85,9 +85,9 @@ class Measurement:
         yield "largest batch", [(self.fit, row) for row in self.plan if self.settings["fit"]]
 
     def left(self):
-        """{job: its stage's title}, in order, of those with no result, or with one that failed before this call.
+        """{job: its stage's title}, in order, for the jobs without a result and those that failed before this call.
 
-        Last of all come those of a pass that two hosts have parts of which were not measured on this one.
+        If two hosts have measured parts of a pass, the other host's jobs are repeated here and come last.
         """
         left = {}
         for title, jobs in self.stages():
@@ -104,7 +104,7 @@ class Measurement:
         return left
 
     def result(self, do, row, *more):
-        """What a job has in the record, or None."""
+        """The result of a job in the record, or None."""
         if do == self.roof:
             return self.data["roof"]
         if do == self.measure:
@@ -115,7 +115,7 @@ class Measurement:
         return self.records[row.name]["profile" if do == self.profile else "fit"]
 
     def go(self):
-        """Do all that is left, unless every script fails."""
+        """Do all remaining jobs. Raises SystemExit if every script fails."""
         while left := self.left():
             job, title = next(iter(left.items()))
             do, row, *more = job
@@ -137,12 +137,12 @@ class Measurement:
             self.data["commits"].append(self.commit)
         record.summarise(self.data)
         if all(self.records[row.name]["runs"] for row in self.ladder):
-            self.data["finished"] = self.data["finished"] or record.now()  # there is a whole table
+            self.data["finished"] = self.data["finished"] or record.now()  # each script has a run
         self.data["complete"] = not self.left()
         record.save(self.path, self.data)
 
     def state(self):
-        """Which rows each pass has, and what is left."""
+        """Lines that list the rows of each pass and the remaining stages."""
         lines = []
         for number in range(self.settings["repeat"]):
             runs = {row.name: self.result(self.measure, row, number) for row in self.plan}
@@ -151,16 +151,16 @@ class Measurement:
             lines.append(f"pass {number + 1}: {len(done)} of {len(runs)} rows{names}")
         return [*lines, f"left: {', '.join(dict.fromkeys(self.left().values()))}"]
 
-    # -- one run of each kind
+    # -- the jobs, one method for each kind
 
     def cache(self, row, *more):
-        """The folder where torch.compile keeps a row's kernels."""
+        """The folder in which torch.compile caches a row's kernels."""
         return self.caches / re.sub(r"\W+", "_", " ".join([row.name, *map(str, more)]))
 
     def run(self, row, fresh=True, **changed):
-        """(the run, what the script wrote to stdout). A script that fails, in whatever way, is a run with an error.
+        """(the run, the script's stdout). If the script fails, the run contains its error.
 
-        A fresh run finds nothing in its cache: its first step compiles everything.
+        A fresh run starts with an empty cache, so its first step includes the compilation.
         """
         cache = self.cache(row, *changed.values())
         if fresh:
@@ -184,8 +184,8 @@ class Measurement:
         flags = ("model", "batch-size", "seq-len", "device")
         try:
             self.data["roof"] = ask("roof.py", *(f"--{flag}={self.settings[flag.replace('-', '_')]}" for flag in flags))
-        except RuntimeError as error:  # the speeds hold without it
-            return f"no peak: {error}"
+        except RuntimeError as error:  # the speeds are valid without the peak
+            return f"peak not measured: {error}"
 
     def measure(self, row, number):
         kept = self.records[row.name]
@@ -202,7 +202,7 @@ class Measurement:
         text, errors, status = execute(["measure/kernels.py", *words], self.cache(row))
         error = record.parse(text, errors, status, PROFILED_STEPS)["error"]
         found = dict.fromkeys(("groups_ms", "attention", "reserved_gib"))
-        if not error:  # a library may print something after it
+        if not error:  # a library may print more lines after the JSON
             found = json.loads(next(line for line in reversed(text.splitlines()) if line.startswith('{"groups_ms"')))
         self.records[row.name]["profile"] = {"host": self.host["id"]} | found | {"error": error}
         result = error or f"{sum(found['groups_ms'].values()):,.2f} ms"
@@ -218,7 +218,7 @@ class Measurement:
         return f"B {size}, {mode}  {row.name}: {result}"
 
     def fit(self, row):
-        """The largest micro-batch of a power of two that the device holds, and the speed with it."""
+        """Find the largest power of two that fits the device as a micro-batch, and the speed with it."""
         fits = [kept["fit"] for kept in self.data["rows"] if kept["fit"] and kept["fit"]["batch_size"]]
         fit = dict.fromkeys(("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error"))
         fit["host"], runs = self.host["id"], {}
@@ -226,16 +226,16 @@ class Measurement:
         def holds(size):
             runs[size], _ = self.run(row, batch_size=size, steps=FIT_STEPS)
             error = runs[size]["error"]
-            if error and not record.too_large(error):  # it says nothing of what fits
+            if error and not record.too_large(error):  # the size is not the cause
                 raise RuntimeError(error)
             return not error
 
         try:
-            size = largest(holds, fits[-1]["batch_size"] if fits else 16)  # it will be near that of another row
+            size = largest(holds, fits[-1]["batch_size"] if fits else 16)  # start near the last row's size
             fit["limit"] = next((run["error"] for run in reversed(runs.values()) if run["error"]), None)
         except RuntimeError as error:
             size, fit["error"] = 0, str(error)
-        said = fit["error"] or "none fits"
+        said = fit["error"] or "no batch size fits"
         if size:
             speed = record.speed(self.data, size, record.median_ms(runs[size]), row.precision)
             fit |= {"batch_size": size, "peak_memory_gib": runs[size]["peak_memory_gib"]}
@@ -246,9 +246,9 @@ class Measurement:
 
 
 def begin(this, plan, name, out, line):
-    """(the folder, its measurement): one that is not complete is continued, else a new one begins.
+    """(the folder, its data). Continues a measurement that is incomplete or from today, otherwise begins a new one.
 
-    Raises ValueError where `out`, the folder that the user named, holds another.
+    Raises ValueError if `out`, the folder that the user named, contains a different measurement.
     """
     results, today = ROOT / "results", str(datetime.datetime.now(datetime.timezone.utc).date())
     for folder in [out] if out else sorted(path.parent for path in results.glob(f"{name}-*/ladder.json")):
@@ -258,7 +258,7 @@ def begin(this, plan, name, out, line):
             if not other and (out or not data["complete"] or data["finished"].startswith(today)):
                 return folder, data
             if out:
-                raise ValueError(f"{out} holds a measurement with other {' and '.join(other)}: name another folder")
+                raise ValueError(f"{out} has a measurement with different {' and '.join(other)}: name another folder")
     free = itertools.chain([results / f"{name}-{today}"], (results / f"{name}-{today}-{n}" for n in itertools.count(2)))
     folder = out or next(folder for folder in free if not folder.exists())
     records = []
@@ -273,26 +273,26 @@ def begin(this, plan, name, out, line):
 
 
 def arguments():
-    """(the parser, its arguments, the command without what does not change what is measured)."""
+    """(the parser, its arguments, the command without the options that do not affect the results)."""
     how = argparse.ArgumentParser(add_help=False)
-    how.add_argument("--budget", type=float, metavar="MINUTES", help="end by then, with what matters most")
-    how.add_argument("--cache", type=Path, metavar="DIR", help="keep compiled kernels there for the next call")
+    how.add_argument("--budget", type=float, metavar="MINUTES", help="stop after this time, with the main results")
+    how.add_argument("--cache", type=Path, metavar="DIR", help="keep compiled kernels in this folder for the next call")
     how.add_argument("--out", type=Path, help="folder, default results/<device>-<date>")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS, parents=[how])
     parser.add_argument("--model", help="default gpt2; nano on a CPU")
     parser.add_argument("--batch-size", type=int, default=4, help="B, default 4")
     parser.add_argument("--seq-len", type=int, help="T, default 1024; 128 with nano")
-    parser.add_argument("--steps", type=int, help="per run, default 50; 20 on a CPU")
+    parser.add_argument("--steps", type=int, help="steps per run, default 50; 20 on a CPU")
     parser.add_argument("--repeat", type=int, help="passes over the ladder, default 3; 1 on a CPU")
     parser.add_argument("--device", help="default: the accelerator that PyTorch finds, else cpu")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NN", help="these rungs and the one before each: 05 06"
+        "--only", nargs="+", default=[], metavar="NN", help="only these rungs and the one before each: 05 06"
     )
-    parser.add_argument("--peers", action="store_true", help="also transformers' training loops, and torchrun")
-    parser.add_argument("--branches", action="store_true", help="also the scripts in branches/")
-    parser.add_argument("--profile", action="store_true", help="also where the time of a step goes, in which kernels")
+    parser.add_argument("--peers", action="store_true", help="also measure transformers' training loops, and torchrun")
+    parser.add_argument("--branches", action="store_true", help="also measure the scripts in branches/")
+    parser.add_argument("--profile", action="store_true", help="also profile the time of a step by kind of kernel")
     parser.add_argument("--batches", action="store_true", help="also rung 10 at B 4, 16 and 64 in two compile modes")
-    parser.add_argument("--fit", action="store_true", help="also the largest micro-batch that fits, and its speed")
+    parser.add_argument("--fit", action="store_true", help="also find the largest micro-batch that fits, and its speed")
     args = parser.parse_args()
     if any(n is not None and n < 1 for n in (args.batch_size, args.seq_len, args.steps, args.repeat)):
         parser.error("--batch-size, --seq-len, --steps and --repeat must be at least 1")
@@ -302,12 +302,12 @@ def arguments():
 
 
 def look(args, plan):
-    """(what is the same in all of a measurement, the host, a name for the folder). Raises RuntimeError, ValueError."""
+    """(what must stay the same in a measurement, the host, the folder's name). Raises RuntimeError, ValueError."""
     found = ask("machine.py", *(["--device", args.device] if args.device else []))
     cpu = found["device"] == "cpu"
     if cpu and args.fit:
-        raise ValueError("--fit takes a GPU: on a CPU the largest batch would take the machine's memory from all else")
-    if found["device"].startswith("cuda"):  # that GPU alone: Trainer would take every one it sees
+        raise ValueError("--fit needs a GPU: on a CPU the largest batch would use up the memory of the machine")
+    if found["device"].startswith("cuda"):  # only that GPU, because Trainer uses all visible ones
         seen, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(found["device"].partition(":")[2] or 0)
         os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[index].strip() if seen else str(index)
         found["device"] = "cuda"
@@ -321,18 +321,18 @@ def look(args, plan):
     host = {key: value for key, value in found.items() if key not in MACHINE}
     known = [platform.node(), *(host[key] for key in ("gpu_id", "driver", "cpu", "cores"))]
     host = {"id": gauge.short_hash(json.dumps(known)), **host}
-    host["gpu"] = gauge.reading(gauge.find_gpu(host["gpu_id"]))  # before any load
+    host["gpu"] = gauge.reading(gauge.find_gpu(host["gpu_id"]))  # without load
     name = re.sub(r"[^a-z0-9]+", "-", f"{'cpu ' if cpu else ''}{machine['name']}".lower()).strip("-")
     sources = record.sources(row.words for row in plan)
     return {"settings": settings, "machine": machine, "sources_sha256": sources}, host, name
 
 
 def go_on(folder, data, plan, host, cache):
-    """Do what is left of a measurement, and write its table however that ends."""
+    """Do the remaining jobs of a measurement, and write its table even if a job fails or the user stops it."""
     new, bar = not folder.exists(), (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     folder.mkdir(parents=True, exist_ok=True)
     failed = any(row["error"] for row in data["rows"])
-    next_time = "what failed is tried again" if failed else "move it away to measure anew"
+    next_time = "failed runs are retried" if failed else "move the folder away to measure again"
     done = f" (measured already: {next_time})" if data["complete"] else ""
     settings = data["settings"]
     print(f"{settings['model']}, B {settings['batch_size']}, T {settings['seq_len']} -> {folder}{done}", flush=True)
@@ -360,9 +360,9 @@ def go_on(folder, data, plan, host, cache):
 
 
 def stop(number, _):
-    """End in order, on Ctrl-C or when the budget is spent: the child is ended, the file is whole."""
+    """Exit on one of STOPS. The child process is then stopped, and ladder.json stays intact."""
     for other in STOPS:
-        signal.signal(other, signal.SIG_IGN)  # the table is written
+        signal.signal(other, signal.SIG_IGN)  # a second signal must not interrupt writing the table
     sys.exit(0 if number == signal.SIGALRM else 128 + number)
 
 
@@ -370,7 +370,7 @@ def main():
     parser, args, line = arguments()
     for number in STOPS:
         signal.signal(number, stop)
-    if args.budget:  # the table and the plots take some seconds
+    if args.budget:  # leave some seconds for the table and the plots
         signal.setitimer(signal.ITIMER_REAL, 60 * args.budget - min(15, 15 * args.budget))
     try:
         plan = rows(args.peers, args.branches, args.only)

@@ -1,13 +1,13 @@
-"""What one would use instead of the ladder: transformers' GPT-2, in three training loops that a user would write.
+"""Train transformers' GPT-2, an alternative to the ladder, in three loops that a user might write.
 
-    python measure/peers.py plain      a loop as plain as it gets, float32
+    python measure/peers.py plain      a minimal loop in float32
     python measure/peers.py compiled   the same loop with bf16 and torch.compile
     python measure/peers.py trainer    transformers.Trainer with bf16, torch.compile and fused AdamW
 
-All do what speedup_10_fused_adamw.py does, so that only the implementation differs: its batches, its first weights (but
-for the rows that pad the vocabulary, which transformers does not have), its optimizer, clipping and schedule; no
-dropout. So the loss curves match. They print the lines that it prints. Where there are several GPUs, Trainer takes all
-that CUDA_VISIBLE_DEVICES shows it.
+All three match speedup_10_fused_adamw.py; only the implementation differs. They use its batches, its initial weights
+(except the rows that pad the vocabulary, which transformers does not have), its optimizer, clipping and schedule, and
+no dropout. The loss curves therefore match. Each loop prints the same lines as the rung. On a machine with several
+GPUs, Trainer uses all that CUDA_VISIBLE_DEVICES lists.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import transformers  # noqa: E402
 
 
 def build(name):
-    """transformers' model with the weights that the rung starts from."""
+    """transformers' GPT-2 with the rung's initial weights."""
     ours = rung.GPT(rung.MODELS[name])
     c = ours.config
     shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "n_positions": c.block_size}
@@ -38,13 +38,13 @@ def build(name):
     model = transformers.GPT2LMHeadModel(config)
     theirs = model.state_dict()
     for key, w in ours.state_dict().items():
-        conv1d = key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))  # stored (in, out)
+        conv1d = key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))  # stored as (in, out)
         theirs[key].copy_(w.t() if conv1d else w[: len(theirs[key])])
     return model.train()
 
 
 def plain(model, loader, steps, device, report, use_bf16):
-    """The plainest loop."""
+    """A minimal training loop."""
     model.to(device)
     optimizer = rung.GPT.configure_optimizers(model)
     for step in range(steps):
@@ -52,7 +52,7 @@ def plain(model, loader, steps, device, report, use_bf16):
         x, y = (t.to(device) for t in loader.next_batch())
         optimizer.zero_grad()
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-            loss = model(input_ids=x, labels=y, shift_labels=y).loss  # y is shifted already
+            loss = model(input_ids=x, labels=y, shift_labels=y).loss  # the loader has shifted y
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
@@ -62,7 +62,7 @@ def plain(model, loader, steps, device, report, use_bf16):
 
 
 class Rows(torch.utils.data.IterableDataset):
-    """The loader's batches, row by row: Trainer stacks them again."""
+    """The loader's batches as single rows, which Trainer stacks into batches again."""
 
     def __init__(self, loader):
         self.loader = loader
@@ -74,7 +74,7 @@ class Rows(torch.utils.data.IterableDataset):
 
 
 def trainer(model, loader, steps, device, report, use_bf16):
-    """transformers.Trainer."""
+    """Train with transformers.Trainer."""
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
             output_dir=folder,
@@ -83,7 +83,7 @@ def trainer(model, loader, steps, device, report, use_bf16):
             bf16=use_bf16,
             torch_compile=True,
             optim="adamw_torch_fused",
-            learning_rate=1,  # times what get_lr says
+            learning_rate=1,  # LambdaLR multiplies it by get_lr()
             adam_beta2=0.95,
             weight_decay=0.1,
             max_grad_norm=1.0,
@@ -103,7 +103,7 @@ def trainer(model, loader, steps, device, report, use_bf16):
 
 
 class Report(transformers.TrainerCallback):
-    """The lines of a rung. Trainer's steps are timed from the end of the line before, batch included, as a rung's."""
+    """Prints the lines of a rung. As in a rung, the time of a Trainer step includes fetching its batch."""
 
     def __init__(self, device, tokens):
         self.device, self.tokens, self.times = device, tokens, []
@@ -124,7 +124,7 @@ class Report(transformers.TrainerCallback):
         self.seconds = self.clock() - self.start
 
     def on_log(self, args, state, control, logs, **kwargs):
-        if "loss" in logs:  # the last log, of the whole run, has none
+        if "loss" in logs:  # the last log describes the whole run and has no "loss"
             self(self.seconds, logs["loss"])
             self.start = self.clock()
 
@@ -140,8 +140,8 @@ def main():
     args = parser.parse_args()
     device, tokens = args.device, args.batch_size * args.seq_len
     if args.peer == "trainer" and device.index is not None:
-        parser.error(f"--device {device}: CUDA_VISIBLE_DEVICES tells Trainer which GPU to take")
-    torch.use_deterministic_algorithms(device.type == "cpu")  # as the rungs
+        parser.error(f"--device {device}: use CUDA_VISIBLE_DEVICES to choose Trainer's GPU")
+    torch.use_deterministic_algorithms(device.type == "cpu")  # as in the rungs
     torch.manual_seed(1337)
     model = build(args.model)
     try:
@@ -156,13 +156,13 @@ def main():
         torch.set_float32_matmul_precision("high")
         for name, precision in ("TF32", "tf32"), ("bf16", "bf16"):
             if precision not in precisions(device):
-                print(f"no {name} here")  # as rung 10 says, for measure.py
+                print(f"no {name} here")  # rung 10 prints this as well, and measure.py reads it
     if args.peer == "compiled":
         model.compile()
     report, train = Report(device, tokens), trainer if args.peer == "trainer" else plain
     try:
         train(model, loader, args.steps, device, report, use_bf16)
-    except RuntimeError as error:  # as the rungs
+    except RuntimeError as error:  # as in the rungs
         if out_of_memory(error):
             sys.exit(f"{parser.prog}: error: out of memory with B {loader.B} and T {loader.T}")
         if isinstance(error, torch._dynamo.exc.ShortenTraceback):

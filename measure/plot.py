@@ -1,8 +1,8 @@
-"""Plot the loss of one run or several from their logs:  python measure/plot.py runs/a.jsonl runs/b.jsonl   (make plot)
+"""Plot the loss of one or more runs from their logs:  python measure/plot.py runs/a.jsonl runs/b.jsonl   (make plot)
 
-A log has a JSON object in each line, with "step" and "loss" for a training step, "step" and "val_loss" for an
-evaluation, as --log-file writes it; other JSON is skipped. The run may still be writing it. The plot goes to
-runs/a.svg, or where --out says (.svg, .png, .pdf).
+A log is a file that --log-file wrote, with one JSON object per line. A training step has "step" and "loss", and an
+evaluation has "step" and "val_loss". Other JSON is skipped. You can plot a log while the run is still writing it. The
+plot goes to runs/a.svg, or to the file that you name with --out (.svg, .png, .pdf).
 """
 
 import argparse
@@ -13,17 +13,17 @@ import numpy as np
 from matplotlib.figure import Figure
 from render import write_svg
 
-POINTS = 200  # at most, of a curve of training losses: each is a mean of so many steps as that takes
+POINTS = 200  # most points in a curve of training losses; in a longer run each point is a mean of several steps
 
 
 def read(path):
-    """The rows of a log in order, as dicts. Raises OSError, or ValueError if it is not a log with losses."""
+    """The rows of a log in order, as dicts. Raises OSError, or ValueError if the file is not a log with losses."""
     lines, rows = Path(path).read_bytes().split(b"\n"), []
     for number, line in enumerate(lines, start=1):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError:
-            if number < len(lines):  # else it is being written
+            if number < len(lines):  # the run may still be writing the last line
                 raise ValueError(f"{path}: line {number} is not JSON") from None
     rows = [row for row in rows if isinstance(row, dict) and "step" in row]
     if not any("loss" in row for row in rows):
@@ -32,15 +32,16 @@ def read(path):
 
 
 def curve(rows, key):
-    """(steps, losses), two arrays, of the rows that have a loss under this key."""
+    """(steps, losses): two arrays, from the rows that have a loss under this key."""
     found = [(row["step"], row[key]) for row in rows if key in row]
     return np.array(found, dtype=float).reshape(-1, 2).T
 
 
 def draw(runs):
-    """The losses of {name: rows} over the steps: training as a line, validation dashed, its lowest in the legend.
+    """A figure of the losses of {name: rows} over the steps.
 
-    The top of the plot is the largest loss after the first twentieth of a run, whose fall would flatten all the rest.
+    The training loss is a solid line. The validation loss is dashed, and the legend gives its lowest value. The y-axis
+    ends at the largest loss after the first twentieth of a run, because the initial drop would flatten the curves.
     """
     figure, top = Figure(figsize=(8, 4.5)), 0.0
     axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy, nats per token")
@@ -66,13 +67,13 @@ def draw(runs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="a log in JSON lines")
-    parser.add_argument("--out", type=Path, help="default: the first log's name, with .svg at its end")
+    parser.add_argument("--out", type=Path, help="default: the first log's name with the suffix .svg")
     args = parser.parse_args()
     out = args.out or args.logs[0].with_suffix(".svg")
     try:
         figure = draw({str(path): read(path) for path in args.logs})
         if out.suffix == ".svg":
-            write_svg(figure, out)  # dark where the reader's browser is
+            write_svg(figure, out)  # an SVG that follows the browser's dark mode
         else:
             figure.savefig(out)
     except (OSError, TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""Write what is computed into README.md and docs/pages/:  python measure/publish.py [FOLDER]   (make figures)
+"""Write the computed parts of README.md and docs/pages/:  python measure/publish.py [FOLDER]   (make figures)
 
-Each part stands between two comments in the file that shows it. It is computed from ladder.toml, the scripts, measure/
-and results/: of the measurements there, from the folders that are named, else from the newest of each device and model,
-GPUs first. Their summary.txt and the plots in docs/pages/img/ are written as well. A second run changes nothing.
+Each part is between two comments in its file. It is computed from ladder.toml, the scripts, measure/ and results/. The
+measurements come from the folders that you name, by default from the newest one of each device and model, GPUs first.
+This program also writes their summary.txt and the plots in docs/pages/img/. A second run changes nothing.
 """
 
 import argparse
@@ -22,7 +22,7 @@ FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"
 
 
 def table(rows):
-    """A table in Markdown: a dict for each row, heading -> cell. Columns of numbers are aligned right."""
+    """A table in Markdown from a list of rows, each a dict of heading -> cell. Columns of numbers are right-aligned."""
     if not rows:
         return "None yet."
     numbers = [
@@ -34,21 +34,21 @@ def table(rows):
 
 
 def row_of(data, script):
-    """What was measured of a script, or None."""
+    """The row of a script in a measurement, or None."""
     return next((row for row in data["rows"] if row["name"] == script), None)
 
 
 def over(ratio):
-    """1.03–1.15×: the lowest and the highest of the passes, or the one that there is."""
+    """The lowest and the highest speed-up of the passes, such as 1.03–1.15×, or a single figure if they are equal."""
     if not ratio:
         return ""
     return f"{ratio['median']:.2f}×" if ratio["low"] == ratio["high"] else f"{ratio['low']:.2f}–{ratio['high']:.2f}×"
 
 
 def minutes(rung):
-    """How long a rung takes to read: the words of its page at 200 a minute, and 3 seconds for each changed line.
+    """The reading time of a rung in minutes: 200 words of its page per minute, and 3 seconds for each changed line.
 
-    Of baseline.py all lines count, for it is read from top to bottom.
+    For baseline.py all lines count, because you read it from top to bottom.
     """
     page = (ROOT / "docs" / "pages" / "rungs" / f"{Path(rung.file).stem}.md").read_text(encoding="utf-8")
     words = len(re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL).split())
@@ -58,7 +58,7 @@ def minutes(rung):
 
 
 def ladder(data, log, counts):
-    """The rungs: what each changes, and its gain in a public log and in a result of ours."""
+    """The README's table of rungs: what each rung changes, and its gain in a public log and in our measurement."""
     steps = counts["gpt2", log["batch_size"], log["seq_len"]]
     beside = floor.beside(log["ms"], steps, floor.Card.read(log["card"]))
     public = {row["script"]: row["measured, × the one before"] for row in beside}
@@ -82,8 +82,8 @@ def ladder(data, log, counts):
 
 
 def speeds(published, counts, only=None):
-    """What others reached, by card; of the cards in `only`, just the fastest with PyTorch and a plain GPT-2 124M."""
-    flops = floor.totals(counts[render.COUNTED]["baseline.py"])[0] / (4 * 1024)  # of a token, by the usual formula
+    """The table of public speeds, or for each card in `only` the fastest PyTorch run of a plain GPT-2 124M."""
+    flops = floor.totals(counts[render.COUNTED]["baseline.py"])[0] / (4 * 1024)  # per token, by the usual formula
     peaks, rows = read_toml("measure/cards.toml"), {}
     for one in published:
         plain = one.get("plain", True)
@@ -96,12 +96,12 @@ def speeds(published, counts, only=None):
         row["MFU"] = f"{speed * flops / peak / 1e12:.0%}" if peak and plain else ""
         row |= {} if only else {"what ran": one["ran"]}
         row["measured by"] = f"[{one['source']}]({one['url']})" if "url" in one else one["source"]
-        rows[one["card"] if only else len(rows)] = row  # the last of a card is the fastest
+        rows[one["card"] if only else len(rows)] = row  # a card's last entry is its fastest
     return list(rows.values())
 
 
 def counted(counts):
-    """The counts of GPT-2 for each rung, at each B."""
+    """The table of GPT-2's counts for each rung, at each B."""
     tables = [floor.cells(steps) for steps in counts.values()]
     sizes = " / ".join(str(batch_size) for _, batch_size, _ in counts)
     return [
@@ -112,7 +112,7 @@ def counted(counts):
 
 
 def floors(steps):
-    """The floor of each of {script: step} on each card of cards.toml."""
+    """The table of floors in ms: each of {script: step} on each card of cards.toml."""
     cards = {name: floor.Card.read(name) for name in read_toml("measure/cards.toml")}
     return [
         {"floor, ms": title(script)} | {name: f"{card.floor_ms(step)[0]:.1f}" for name, card in cards.items()}
@@ -121,9 +121,9 @@ def floors(steps):
 
 
 def beside(measured, logs, counts):
-    """Measured steps: a log, its table beside the floor, and the rungs by their gains, measured and by the floor.
+    """Yields (log, its table next to the floor, the rungs sorted by measured gain and by the floor's gain).
 
-    The logs of others, then our results of a GPU, whose card is the measured roof.
+    Public logs come first, then our measurements of GPUs, whose floors use the measured peaks.
     """
     logs = [(log, floor.Card.read(log["card"])) for log in logs]
     for data in measured.values():
@@ -148,7 +148,7 @@ def beside(measured, logs, counts):
 
 
 def ours(measured):
-    """Rung 10 in each of our results, with the share of the measured peak."""
+    """The table of rung 10 in each of our measurements, with its share of the measured peak."""
     rows = []
     for data in measured.values():
         row, settings = row_of(data, TEN), data["settings"]
@@ -167,7 +167,7 @@ def ours(measured):
 
 
 def two(measured):
-    """Rows of baseline.py and of rung 10, where `make run` would time the same: with the defaults of the device."""
+    """The rows of baseline.py and rung 10 in the first measurement with the device's defaults, as in `make run`."""
     for data in measured.values():
         defaults = ("nano", 4, 128) if data["machine"]["device"] == "cpu" else ("gpt2", 4, 1024)
         rows = [row_of(data, script) for script in ("baseline.py", TEN)]
@@ -186,13 +186,13 @@ def printed(data):
 
 
 def parts(measured):
-    """What stands between the comments: name -> Markdown. And the figures: name -> figure."""
+    """({name: Markdown} of the computed parts, {name: figure}). Raises ValueError without a result of baseline.py."""
     public, counts = read_toml("results/public.toml"), floor.read_counts()
     logs = public["log"]
     steps = counts["gpt2", logs[0]["batch_size"], logs[0]["seq_len"]]
     name, data = next(iter(measured.items()))
     if not (whole := [one for one in measured.values() if (row_of(one, "baseline.py") or {}).get("median_ms")]):
-        raise ValueError("results/ holds no finished measurement of baseline.py: make ladder")
+        raise ValueError("results/ has no finished measurement of baseline.py: run make ladder")
     figures = {f"{name}-{kind}": figure for kind, figure in render.figures(data).items()}
     figures |= {"counts": render.three_counts(steps, logs[0])}
     figures |= {"counts-narrow": render.three_counts(steps, logs[0], wide=False)}
@@ -216,7 +216,7 @@ def parts(measured):
 
 
 def with_parts(path, texts):
-    """A file's text with each of its parts as it is now. Raises ValueError for one that there is not."""
+    """A file's text with its new computed parts. Raises ValueError for an unknown part or one without an end."""
     text = path.read_text(encoding="utf-8")
     named, whole = re.findall(OPENS, text), [found[2] for found in BLOCK.finditer(text)]
     if unknown := set(named) - texts.keys():
@@ -228,7 +228,7 @@ def with_parts(path, texts):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("folders", nargs="*", type=Path, help="default: the newest of each device and model")
+    parser.add_argument("folders", nargs="*", type=Path, help="default: the newest ones of each device and model")
     args = parser.parse_args()
     try:
         folders = [folder.resolve() for folder in args.folders]
@@ -236,7 +236,7 @@ def main():
             raise ValueError(f"{foreign[0]} is not in results/")
         measured = {folder.name: read(folder / "ladder.json") for folder in folders} or render.newest()
         if not measured:
-            raise ValueError("results/ holds no finished measurement: make ladder")
+            raise ValueError("results/ has no finished measurement: run make ladder")
         texts, figures = parts(measured)
         written = {path: with_parts(path, texts) for path in (ROOT / "README.md", *ROOT.glob("docs/pages/**/*.md"))}
         written |= {ROOT / IMAGES / f"{name}.svg": render.svg_file(figure) for name, figure in figures.items()}

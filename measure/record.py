@@ -1,4 +1,4 @@
-"""A measurement as data: a script's log read, the figures that follow from its runs, and results/*/ladder.json."""
+"""A measurement as data: parses a script's log, computes figures from its runs, and reads and writes ladder.json."""
 
 import datetime
 import hashlib
@@ -21,7 +21,7 @@ PARAMETERS = re.compile(r"^device .* ([\d,]+) parameters \| B \d+ T \d+$", re.MU
 
 
 def parse(text, errors="", status=0, steps=None):
-    """A run, from what a script printed. A failed run keeps its steps; an incomplete last line is dropped."""
+    """A run as a dict, from a script's output. A failed run keeps its steps; an incomplete last line is dropped."""
     found = STEP.findall(text)
     memory, parameters = MEMORY.search(text), PARAMETERS.search(text)
     run = {
@@ -33,25 +33,25 @@ def parse(text, errors="", status=0, steps=None):
     }
     if status:
         said = [line.strip() for line in errors.splitlines() if line.strip()]
-        said = [line for line in said if ": error: " in line] or said  # torchrun adds a report of its own
+        said = [line for line in said if ": error: " in line] or said  # torchrun adds its own report
         killed = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         run["error"] = said[-1] if said and status > 0 else killed
     elif steps is not None and len(found) != steps:
         run["error"] = f"ended after {len(found)} of {steps} steps"
     elif not found or min(steady(run["times_ms"])) <= 0:
-        run["error"] = "a step of no length: the clock is too coarse for it" if found else "it printed no step"
+        run["error"] = "a step took no time: the clock is too coarse" if found else "the script printed no step"
     return run
 
 
 def too_large(error):
-    """What a batch is too large for, if a run failed because of that: the "memory" or the "text"; else None."""
+    """What a failed run's batch is too large for, "memory" or "text"; None if the run failed for another reason."""
     if "out of memory" in error:
         return "memory"
-    return "text" if " tokens, but B " in error else None  # as DataLoaderLite says
+    return "text" if " tokens, but B " in error else None  # DataLoaderLite's message
 
 
 def steady(times):
-    """The steps that count, by the scripts' own rule: the first 10 are left out, under 20 steps the first half."""
+    """The steps that count, by the scripts' rule: all but the first 10, or the second half of fewer than 20 steps."""
     return times[10 if len(times) >= 20 else len(times) // 2 :]
 
 
@@ -60,14 +60,14 @@ def median_ms(run):
 
 
 def medians(row):
-    """(pass, host) -> median step in ms, for the runs that succeeded."""
+    """{(pass, host): median step in ms} for the runs that succeeded."""
     return {(run["pass"], run["host"]): median_ms(run) for run in row["runs"] if not run["error"]}
 
 
 def faster(row, other):
-    """How many times as fast as another row: the median, least and largest quotient over the passes both ran in.
+    """A row's speed relative to another row: median, lowest and highest ratio over their common passes, or None.
 
-    A quotient is of two runs of the same pass on the same host.
+    Each ratio is of two runs in the same pass on the same host.
     """
     mine, its = medians(row), medians(other) if other else {}
     quotients = [its[number] / mine[number] for number in mine if number in its]
@@ -81,14 +81,14 @@ def rounded(number):
 
 
 def precision_used(wanted, said):
-    """A rung's precision on this device: where it cannot, the script says so and goes on with the one below."""
+    """The precision that a rung used, from its output. A script prints a line if it falls back to a lower precision."""
     if wanted == "bf16" and "no bf16 here" in said:
         wanted = "tf32"
     return "float32" if wanted == "tf32" and "no TF32 here" in said else wanted
 
 
 def speed(data, batch_size, median, precision):
-    """What follows from the median step: tokens/s, model TFLOP/s, and their share of the measured peak (MFU)."""
+    """tokens/s, model TFLOP/s and their share of the measured peak (MFU), computed from the median step in ms."""
     found = {"median_ms": rounded(median), "tflops": None, "roof_share": None}
     found["tokens_per_s"] = rounded(1000 * batch_size * data["settings"]["seq_len"] / median)
     if data["roof"]:
@@ -99,7 +99,7 @@ def speed(data, batch_size, median, precision):
 
 
 def summarise(data):
-    """Write into every row what follows from its runs."""
+    """Compute the figures of each row and each batch size from their runs, in place."""
     by_name = {row["name"]: row for row in data["rows"]}
     baseline = next((row for row in data["rows"] if row["before"] is None), None)
     for row in data["rows"]:
@@ -127,20 +127,20 @@ def summarise(data):
 
 
 def read(path):
-    """A ladder.json. Raises ValueError for a file that is not as results/ladder.schema.json says."""
+    """A ladder.json as a dict. Raises OSError, or ValueError if it does not match results/ladder.schema.json."""
     schema = json.loads((ROOT / "results" / "ladder.schema.json").read_text(encoding="utf-8"))
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         jsonschema.validate(data, schema)
     except jsonschema.ValidationError as error:
-        raise ValueError(f"{path} is no measurement: {error.json_path}: {error.message[:200]}") from None
+        raise ValueError(f"{path} is not a measurement: {error.json_path}: {error.message[:200]}") from None
     except ValueError as error:
-        raise ValueError(f"{path} is no measurement: {error}") from None
+        raise ValueError(f"{path} is not a measurement: {error}") from None
     return data
 
 
 def save(path, data, in_one_line=r"\[[-\d\s.,e]+\]"):
-    """Write a ladder.json, lists of numbers in one line; a crash leaves the old file or the new one."""
+    """Write a ladder.json, with each list of numbers on one line. A crash leaves either the old file or the new one."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     text = re.sub(in_one_line, lambda found: re.sub(r"\s+", " ", found[0]), text)
     new = Path(path).with_suffix(".new")
@@ -149,7 +149,7 @@ def save(path, data, in_one_line=r"\[[-\d\s.,e]+\]"):
 
 
 def commit():
-    """The commit that is measured, marked where a tracked file differs from it; None where git does not know."""
+    """The measured commit, with a note if a tracked file differs from it. None without git or a repository."""
     if not shutil.which("git"):
         return None
     words = "git describe --always --exclude=* --abbrev=40".split()
@@ -158,7 +158,7 @@ def commit():
 
 
 def sources(commands):
-    """A hash of the programs in these commands and of the text: those of others are another measurement."""
+    """A hash of the programs in these commands and of input.txt. If it changes, a new measurement begins."""
     files = {word for words in commands for word in words if word.endswith(".py")}
     return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in (*sorted(files), "input.txt"))).hexdigest()
 

@@ -1,4 +1,4 @@
-"""From measurements to tables and plots, for `make ladder`, publish.py and the site."""
+"""Make tables and plots from measurements, for `make ladder`, publish.py and the site."""
 
 import io
 from itertools import groupby
@@ -14,9 +14,9 @@ from record import ROOT, read, too_large
 from rich.console import Console
 from rich.table import Table
 
-PARTS = Path(__file__).with_name("parts")  # Jinja templates, and how plots look
+PARTS = Path(__file__).with_name("parts")  # Jinja templates, and the style of the plots
 RUNG, PEER = "#3b78c4", "#c8702a"
-COUNTED = "gpt2", 4, 1024  # model, B and T of the counts that are shown: of results/counts.json
+COUNTED = "gpt2", 4, 1024  # model, B and T of the counts to show, from results/counts.json
 ALT = {
     "tokens": "Training speed",
     "kernels": "Where the time of a step goes",
@@ -24,7 +24,7 @@ ALT = {
     "loss-steps": "Loss over steps",
     "loss-time": "Loss over time",
 }
-GROUPS = {  # of measure/kernels.py
+GROUPS = {  # the groups of measure/kernels.py, with their colours
     "matmul": "#3b78c4",
     "attention": "#2a9d8f",
     "softmax and loss": "#c8702a",
@@ -40,17 +40,17 @@ JINJA = jinja2.Environment(
 
 
 def part(name, **values):
-    """A template of measure/parts/, filled in."""
+    """A template of measure/parts/, filled in with these values."""
     return JINJA.get_template(name).render(**values)
 
 
 def number(value, form, after=""):
-    """A number in a format such as ",.1f"; nothing for None."""
+    """A number in a format such as ",.1f", followed by `after`; an empty string for None."""
     return "" if value is None else format(value, form) + after
 
 
 def times(ratio):
-    """1.52× (1.50–1.55): the median over the passes, the least and the largest."""
+    """The median speed-up over the passes with the lowest and highest, such as 1.52× (1.50–1.55)."""
     if not ratio:
         return ""
     spread = f" ({ratio['low']:.2f}–{ratio['high']:.2f})" if ratio["low"] != ratio["high"] else ""
@@ -58,19 +58,19 @@ def times(ratio):
 
 
 def label(data):
-    """CPU: AMD EPYC, nano: what was measured, and where."""
+    """The device and the model of a measurement, such as "CPU: AMD EPYC, nano"."""
     device = data["machine"]
     return f"{'CPU: ' if device['device'] == 'cpu' else ''}{device['name']}, {data['settings']['model']}"
 
 
 def step(row):
-    """471.5 (390.9–526.1): the median step in ms, and its quartiles."""
+    """The median step in ms and its quartiles, such as 471.5 (390.9–526.1)."""
     low, high = row["quartiles_ms"]
     return f"{row['median_ms']:,.1f} ({low:,.1f}–{high:,.1f})"
 
 
 def cells(data):
-    """The table of scripts: a dict for each row, heading -> cell."""
+    """The table of scripts: a list of rows, each a dict of heading -> cell."""
     reserved = any(row["profile"] and row["profile"]["reserved_gib"] for row in data["rows"])
     fits, table = any(row["fit"] for row in data["rows"]), []
     for row in data["rows"]:
@@ -99,7 +99,7 @@ def cells(data):
 
 
 def batch_cells(data):
-    """The table of batch sizes and compile modes, which may have no row."""
+    """The table of batch sizes and compile modes, like cells(). It may be empty."""
     return [
         {
             "rung 10": f"B {cell['batch_size']}",
@@ -114,13 +114,13 @@ def batch_cells(data):
 
 
 def commits(data):
-    """The commits of a measurement, short: 2e54cd5."""
+    """The commits of a measurement, shortened, such as "Commit 2e54cd5"."""
     known = [commit.replace(commit[:40], commit[:7]) for commit in data["commits"] if commit]
     return f"Commit {' and '.join(known)}" if known else "Commit unknown"
 
 
 def conditions(data):
-    """What was measured where, how and when, in sentences."""
+    """The machine, settings and date of a measurement, as a list of paragraphs."""
     rows, kernels = data["rows"], []
     profiled = [row for row in rows if row["profile"] and row["profile"]["attention"]]
     for kind, group in groupby(profiled, key=lambda row: row["profile"]["attention"]):
@@ -132,7 +132,7 @@ def conditions(data):
 
 
 def plain(lines, *tables):
-    """Lines, and below them tables, as text for a terminal."""
+    """Lines, followed by tables, as text for a terminal."""
     console = Console(width=250, file=io.StringIO(), force_terminal=False, markup=False, highlight=False)
     console.print(*lines, sep="\n", soft_wrap=True)
     for rows in filter(None, tables):
@@ -146,7 +146,7 @@ def plain(lines, *tables):
 
 
 def summary(data):
-    """All that was measured, as text."""
+    """A measurement as text: its conditions and its tables."""
     return plain(conditions(data), cells(data), batch_cells(data))
 
 
@@ -159,7 +159,7 @@ def bars(axes, rows, key, labels):
 
 
 def stacks(axes, names, rows, height):
-    """Bars of where the time of each row's step goes, end to end."""
+    """Stacked bars of the time of each row's step, by group."""
     left = np.zeros(len(rows))
     for kind, colour in GROUPS.items():
         widths = [row["profile"]["groups_ms"][kind] for row in rows]
@@ -170,12 +170,12 @@ def stacks(axes, names, rows, height):
 
 
 def good(row):
-    """The runs of a row that came to their end."""
+    """The runs of a row that finished without an error."""
     return [run for run in row["runs"] if not run["error"]]
 
 
 def curves(axes, rows, over):
-    """The losses of each row's first good run, over what over() makes of the run."""
+    """Plot the losses of each row's first good run; over(run) gives the x-axis."""
     for place, row in enumerate(rows):
         run = good(row)[0]
         style = "-" if row["kind"] == "rung" and place < 10 else "--"
@@ -184,9 +184,9 @@ def curves(axes, rows, over):
 
 
 def three_counts(steps, log, wide=True):
-    """Bars: in grey the ms per step of a public log, then, at its B, the counts of each of {script: step}, by group.
+    """Bars for each of {script: step}: the ms per step in a public log (grey), and the three counts at its B, by group.
 
-    Four plots in a row, or for a narrow screen two above two.
+    The four plots are in one row, or in two rows of two for a narrow screen.
     """
     rows, columns = (1, 4) if wide else (2, 2)
     figure, kinds = Figure(figsize=(10.0, 3.5) if wide else (5.0, 7.6)), [kind for kind in GROUPS if kind != "idle"]
@@ -217,7 +217,7 @@ def three_counts(steps, log, wide=True):
 
 
 def figures(data):
-    """Name -> figure; only those that there is something to draw for."""
+    """{name: figure}, without the figures for which there are no data."""
     rows, made = [row for row in data["rows"] if row["median_ms"]], {}
     if not rows:
         return made
@@ -244,14 +244,14 @@ def figures(data):
 
 
 def svg(figure):
-    """A figure as SVG, the same text each time."""
+    """A figure as SVG text. The same figure gives the same text."""
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
 
 
 def svg_file(figure):
-    """A figure as the text of an SVG file that is dark where the reader's browser is."""
+    """A figure as the text of an SVG file that follows the browser's dark mode."""
     dark = (PARTS / "dark.css").read_text(encoding="utf-8").strip()
     return svg(figure).replace("</svg>", f"<style>{dark}</style></svg>")
 
@@ -261,14 +261,14 @@ def write_svg(figure, path):
 
 
 def draw(made, folder):
-    """Write figures() into a folder."""
+    """Write the result of figures() into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in made.items():
         write_svg(figure, folder / f"{name}.svg")
 
 
 def write(folder):
-    """What stands beside a ladder.json: the table as summary.txt, which is also printed, and the plots."""
+    """Write the table and the plots into the folder of a ladder.json. The table, summary.txt, is also printed."""
     data = read(folder / "ladder.json")
     text = summary(data)
     (folder / "summary.txt").write_text(text, encoding="utf-8")
@@ -277,7 +277,10 @@ def write(folder):
 
 
 def newest():
-    """Folder's name -> the newest finished measurement of each device and model: GPT-2 on GPUs, GPUs, then by date."""
+    """{folder name: the newest finished measurement of a device and model}.
+
+    GPT-2 on GPUs comes first, then other models on GPUs, then CPUs; within each group the newest comes first.
+    """
     found, shown = [], {}
     for path in (ROOT / "results").glob("*/ladder.json"):
         data = read(path)

@@ -1,10 +1,12 @@
-"""The ceilings of this device, measured:  python measure/roof.py --model gpt2 --batch-size 4
+"""Measure the peak of this device:  python measure/roof.py --model gpt2 --batch-size 4
 
-Prints JSON: TFLOP/s of matrix products in each precision that the device multiplies in, at the shapes of GPT-2's own
-linear layers and at a large square; and the GB/s of a copy, bytes read and bytes written both counted. Each is a median
-over random data (zeros can run faster), timed by torch.utils.benchmark between synchronisations: the best of three
-rounds, for a ceiling is what the device can do when nothing is in its way. A GPU first multiplies for 10 seconds: cold,
-it runs at a higher clock than it can hold during training.
+It prints JSON with the TFLOP/s of matrix products and the GB/s of a copy. The products use each precision that the
+device supports, at the shapes of GPT-2's linear layers and at a large square. The copy counts both the bytes read and
+the bytes written. All data are random, because zeros can run faster.
+
+torch.utils.benchmark takes the median time between synchronizations. The result is the best of three rounds, because a
+peak is the speed without interference. A GPU first multiplies for 10 seconds, because a cold GPU runs at a higher clock
+than it can sustain during training.
 """
 
 import argparse
@@ -23,19 +25,19 @@ from baseline import MODELS
 
 
 def flops_per_token(config, seq_len):
-    """Floating-point operations of one training step of a GPT-2, per token.
+    """FLOPs of one training step of a GPT-2, per token.
 
-    6 per parameter of a matrix product (2 in the forward pass, 4 in the backward pass; Kaplan et al. 2020), which is
-    12 C^2 per layer and the head's V * C, and 12 * L * C * T for attention's two products of T x T scores, the masked
-    half counted too. Embeddings are looked up, not multiplied. What only an implementation adds is left out: rows that
-    pad the vocabulary, scores that flash attention computes twice.
+    Each parameter of a matrix product needs 6 FLOPs: 2 in the forward pass and 4 in the backward pass (Kaplan et al.
+    2020). These parameters are 12 C^2 per layer and V * C in the head. Attention's two products of T x T scores, with
+    the masked half, add 12 * L * C * T. Embedding lookups do not count. The sum leaves out what only some
+    implementations do: rows that pad the vocabulary, and scores that flash attention computes twice.
     """
     L, C = config.n_layer, config.n_embd
     return 6 * (12 * L * C * C + config.vocab_size * C) + 12 * L * C * seq_len
 
 
 def products(config, tokens, square):
-    """Name -> (m, k, n) of a product (m, k) @ (k, n): those of the forward pass, and a large square."""
+    """{name: (m, k, n)} of products (m, k) @ (k, n): the linear layers' in the forward pass, and a large square."""
     C = config.n_embd
     own = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
     own["lm_head"] = (C, config.vocab_size)
@@ -43,33 +45,33 @@ def products(config, tokens, square):
 
 
 def check_tf32(device):
-    """Raises RuntimeError if float32 products are not made in TF32, which rounds 1 + 2^-12 to 1."""
+    """Raises RuntimeError if float32 products do not use TF32, which rounds 1 + 2^-12 to 1."""
     x = torch.full((1024, 1024), 1 + 2**-12, device=device)
     if (x @ torch.eye(1024, device=device) != 1).any():
-        raise RuntimeError("this PyTorch multiplies in plain float32 though it was told to use TF32")
+        raise RuntimeError("PyTorch multiplied in plain float32 although TF32 was set")
 
 
 def warm_up(device, seconds=10):
-    """Bring the clock and the temperature of a GPU to what they are during training. Returns its state under load."""
+    """Load a GPU to bring its clock and temperature to training levels. Returns gauge.reading() under load."""
     gpu = find_gpu(gpu_id(torch.cuda.get_device_properties(device)))
     x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16 if "bf16" in precisions(device) else torch.float16)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for _ in range(50):
             x @ x
-        under_load = reading(gpu)  # while it works through these
+        under_load = reading(gpu)  # while the queued products run
         torch.accelerator.synchronize(device)
     return under_load
 
 
 def multiply(precision, shape, device):
-    """TFLOP/s of one product. Raises RuntimeError for one that the device or PyTorch refuses."""
+    """TFLOP/s of one product. Raises RuntimeError if the device or PyTorch does not support it."""
     m, k, n = shape
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     if precision == "tf32":
         check_tf32(device)
     x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
-    if precision == "fp8":  # one scale per tensor; it wants edges that are multiples of 16
+    if precision == "fp8":  # one scale per tensor; dimensions must be multiples of 16
         x, w = x.to(torch.float8_e4m3fn), w[: n // 16 * 16].to(torch.float8_e4m3fn)
         one = torch.ones((), device=device)
         stmt = "torch._scaled_mm(x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)"
@@ -82,14 +84,14 @@ def multiply(precision, shape, device):
 
 
 def measure(config, tokens, device):
-    """All ceilings. A product that this device or this torch refuses is a row with the reason."""
+    """All peaks, as a dict. If the device or torch does not support a product, its row contains the reason."""
     shapes = products(config, tokens, square=2048 if device.type == "cpu" else 8192)
     matmul = [
         {"precision": precision, "name": name, "shape": shape, "tflops": None, "error": None}
         for precision in precisions(device)
         for name, shape in shapes.items()
     ]
-    source = torch.randn(2**26, device=device)  # 256 MiB, more than a cache holds
+    source = torch.randn(2**26, device=device)  # 256 MiB, to exceed the caches
     target, copied = torch.empty_like(source), []
     under_load = warm_up(device) if device.type == "cuda" else None
     for _ in range(3):

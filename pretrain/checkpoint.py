@@ -1,4 +1,4 @@
-"""What sample.py, hellaswag.py and export_hf.py share: a model, from wherever it is, on a device."""
+"""Code that sample.py, hellaswag.py and export_hf.py share: loads a model from any of their sources onto a device."""
 
 import argparse
 from pathlib import Path
@@ -8,10 +8,10 @@ import torch
 
 
 def config_of(state):
-    """The GPTConfig that a state dict fits. Raises KeyError if it is of no GPT.
+    """The GPTConfig that fits a state dict. Raises KeyError if the state dict is not from a GPT.
 
-    Its shapes do not say how many heads there are: as many as in the --model of this width, else one for every 64
-    columns, as in all models of GPT-2.
+    The shapes do not determine the number of heads. It is taken from the --model of the same width. For any other width
+    each head has 64 columns, as in all GPT-2 models.
     """
     n_embd = state["transformer.wte.weight"].size(1)
     n_layer = sum(name.endswith(".ln_1.weight") for name in state)
@@ -20,13 +20,14 @@ def config_of(state):
 
 
 def load_model(source, device="cpu"):
-    """The GPT of a checkpoint, of the newest in a folder of them, of a file of --save, or of GPT-2's weights.
+    """A GPT in float32, with its vocabulary padded to 50304.
 
-    It is in float32, its vocabulary padded to 50304. Raises ValueError, in one line, if model or device is not there.
+    `source` is a checkpoint, a folder (its newest checkpoint is loaded, or its best.pt if it has none), a file written
+    by --save, or GPT-2's weights. Raises ValueError, with a message of one line, if model or device is not available.
     """
     try:
         torch.zeros(1, device=device)
-    except (AssertionError, RuntimeError) as error:  # torch's way to say that there is no such device
+    except (AssertionError, RuntimeError) as error:  # torch raises these for a missing device
         raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
     path = Path(source)
     try:
@@ -37,28 +38,28 @@ def load_model(source, device="cpu"):
             saved = torch.load(path, map_location="cpu", weights_only=True)
         else:
             return long_run.GPT.from_pretrained(source).eval().to(device)
-        state = saved.get("model", saved)  # --save writes the weights and nothing else
+        state = saved.get("model", saved)  # --save writes only the weights
         model = long_run.GPT(config_of(state))
         model.load_state_dict(state)
         return model.eval().to(device)
     except (AttributeError, KeyError) as error:
-        raise ValueError(f"{source}: it holds no weights of a GPT: {error!r}") from None
-    except Exception as error:  # a damaged file raises a dozen kinds
+        raise ValueError(f"{source}: it does not contain the weights of a GPT: {error!r}") from None
+    except Exception as error:  # a damaged file can raise many types
         name = "" if isinstance(error, long_run.UserError) else f"{source}: "
         raise ValueError(name + " ".join(str(error).split())[:300]) from None
 
 
 def model_parser(doc):
-    """A command line that takes a model and a device."""
+    """An argument parser for a model and a device. `doc` is the program's docstring."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=doc.splitlines()[0], usage=argparse.SUPPRESS)  # keeps errors short
-    parser.add_argument("model", help="a checkpoint, a folder of them, or GPT-2 weights in Hugging Face format")
+    parser.add_argument("model", help="a checkpoint, a folder of checkpoints, or GPT-2 weights in Hugging Face format")
     parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
     return parser
 
 
 def explain(error, too_large):
-    """A line on what the user can do about a RuntimeError. Raises any other error again."""
+    """One line on what the user can do about a RuntimeError. Any other error is raised again."""
     if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
         return f"out of memory: lower {too_large}"
     if isinstance(error, torch._dynamo.exc.ShortenTraceback):

@@ -1,6 +1,6 @@
-"""A checkpoint as a folder in Hugging Face format:  python pretrain/export_hf.py checkpoints my-gpt2
+"""Export a checkpoint as a folder in Hugging Face format:  python pretrain/export_hf.py checkpoints my-gpt2
 
-AutoModelForCausalLM.from_pretrained("my-gpt2") loads it, and so does --init-from my-gpt2 of every script here.
+AutoModelForCausalLM.from_pretrained("my-gpt2") loads the folder, and so does --init-from my-gpt2 in each script.
 """
 
 import argparse
@@ -17,13 +17,13 @@ TOKENIZER = Path(__file__).resolve().parents[1] / "tokenizer"
 
 
 def to_hf(model):
-    """A GPT as a transformers.GPT2LMHeadModel: the vocabulary cut back to 50257, no dropout, as it was trained."""
+    """A GPT as a transformers.GPT2LMHeadModel, with 50257 tokens and, as in training, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     c = model.config
     shape = {"n_positions": c.block_size, "n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
     hf = GPT2LMHeadModel(GPT2Config(vocab_size=50257, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **shape))
-    conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored (in, out), as the reverse of from_pretrained
+    conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # (in, out), the reverse of from_pretrained
     state = {name: w.t() if name.endswith(conv1d) else w for name, w in model.state_dict().items()}
     for name in ("transformer.wte.weight", "lm_head.weight"):
         state[name] = state[name][:50257]
@@ -32,7 +32,7 @@ def to_hf(model):
 
 
 def gpt2_tokenizer():
-    """GPT-2's tokenizer for transformers, from the files of tokenizer/, which have tiktoken's names."""
+    """GPT-2's tokenizer for transformers, from the files in tokenizer/. Their names are tiktoken's cache names."""
     from transformers import GPT2TokenizerFast
 
     names = "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
@@ -40,7 +40,7 @@ def gpt2_tokenizer():
 
 
 def export(model, folder):
-    """Weights (safetensors), configuration and GPT-2's tokenizer, to a new folder. Raises OSError, SafetensorError."""
+    """Write weights (safetensors), configuration and tokenizer to a new folder. Raises OSError, SafetensorError."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -52,24 +52,24 @@ def export(model, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("model", help="a checkpoint, or a folder of them: the newest is taken")
-    parser.add_argument("folder", type=Path, help="a folder that is not there yet")
+    parser.add_argument("model", help="a checkpoint, or a folder of them to use the newest")
+    parser.add_argument("folder", type=Path, help="the output folder, which must not exist yet")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     if args.folder.exists():
-        parser.error(f"{args.folder} exists already")
+        parser.error(f"{args.folder} already exists")
     try:
         model = load_model(args.model)
     except ValueError as error:
         parser.error(str(error))
     try:
         args.folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=args.folder.parent) as unfinished:  # it gets its name when it is whole
+        with tempfile.TemporaryDirectory(dir=args.folder.parent) as unfinished:  # renamed when complete
             export(model, Path(unfinished) / "model")
             os.rename(Path(unfinished) / "model", args.folder)
-    except Exception as error:  # safetensors has kinds of its own
+    except Exception as error:  # safetensors raises its own types
         sys.exit(f"{parser.prog}: error: {args.folder}: {' '.join(str(error).split())}")
-    print(f"{args.folder} holds {args.model}, as transformers and --init-from read it")
+    print(f"{args.folder} contains {args.model} in a format for transformers and --init-from")
 
 
 if __name__ == "__main__":

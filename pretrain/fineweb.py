@@ -1,14 +1,15 @@
-"""Texts to shards of GPT-2 tokens, for train.py: FineWeb-Edu (Penedo et al. 2024) from the hub, or files of your own.
+"""Tokenize texts into shards for train.py: FineWeb-Edu (Penedo et al. 2024) from the hub, or your own files.
 
     python pretrain/fineweb.py                          sample-10BT, 10 billion tokens, into pretrain/fineweb10B
-    python pretrain/fineweb.py --out shards *.parquet   or *.jsonl, with the column "text", or *.txt, a document each
+    python pretrain/fineweb.py --out shards *.parquet   or *.jsonl with the column "text", or *.txt, one document each
 
-<|endoftext|> stands before each document, and a document may go on in the next shard. A run that was killed goes on
-where it was, by the same command.
+<|endoftext|> precedes each document, and a document may continue in the next shard. If a run is killed, the same
+command continues it.
 
-Shards have llm.c's format (https://github.com/karpathy/llm.c): 256 int32, of which the first three are the magic number
-20240520, the version 1 and the number of tokens, then the tokens as uint16, all little-endian. The first shard is named
-*_val_* and is for validation, the others *_train_*. Beside each stands its SHA-256, as sha256sum writes it.
+Shards have llm.c's format (https://github.com/karpathy/llm.c): a header of 256 int32, then the tokens as uint16, all
+little-endian. The header begins with the magic number 20240520, the version 1 and the number of tokens. The first shard
+is named *_val_* and is for validation. The others are named *_train_*. Next to each shard is a file with its SHA-256,
+in the format of sha256sum.
 """
 
 import argparse
@@ -30,27 +31,27 @@ import tiktoken
 from tqdm import tqdm
 
 MAGIC, VERSION, HEADER_BYTES, VOCABULARY = 20240520, 1, 1024, 50257
-BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}  # of load_dataset
-CHUNK = 1024  # documents that are read, then tokenized, together
+BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}  # load_dataset's builders
+CHUNK = 1024  # documents to read and tokenize together
 
 
 class DataError(ValueError):
-    """A file that does not hold what it should."""
+    """A file does not have the expected contents."""
 
 
 class Shard:
-    """A file of tokens: len(shard), shard[start:end] -> uint16. Raises DataError if it is none, or damaged."""
+    """A file of tokens: len(shard), shard[start:end] -> uint16. Raises DataError if it is not a shard or damaged."""
 
     def __init__(self, path):
         self.path = Path(path)
         header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
         if header[:2].tobytes() == b"GPTSHARD":
-            raise DataError(f"{path} has a format that is no longer read: run pretrain/fineweb.py into another folder")
+            raise DataError(f"{path} has an old, unsupported format: run pretrain/fineweb.py into another folder")
         if len(header) < HEADER_BYTES // 4 or (header[0], header[1]) != (MAGIC, VERSION):
             raise DataError(f"{path} is not a shard of GPT-2 tokens in llm.c's format, version {VERSION}")
         self.count, size = int(header[2]), os.path.getsize(path)
         if self.count < 1 or size != HEADER_BYTES + 2 * self.count:
-            raise DataError(f"{path} is cut short or not whole: {self.count} tokens, but {size} bytes")
+            raise DataError(f"{path} is cut short or damaged: {self.count} tokens, but {size} bytes")
 
     def __len__(self):
         return self.count
@@ -60,19 +61,19 @@ class Shard:
 
     @cached_property
     def tokens(self):
-        """Memory-mapped, and checked when first asked for: all shards at the start would be 20 GB to read."""
+        """The tokens, memory-mapped. They are checked on first use, because checking all shards reads 20 GB."""
         checksum = Path(f"{self.path}.sha256")
         digest = hashlib.sha256(np.memmap(self.path, mode="r")).hexdigest() if checksum.exists() else None
         if digest and checksum.read_text(errors="replace").lower().split()[:1] != [digest]:
             raise DataError(f"{self.path} is damaged: its SHA-256 is not the one in {checksum}")
         tokens = np.memmap(self.path, dtype="<u2", mode="r", offset=HEADER_BYTES)
         if (largest := tokens.max()) >= VOCABULARY:
-            raise DataError(f"{self.path} holds the token {largest}: GPT-2 has {VOCABULARY}")
+            raise DataError(f"{self.path} contains the token {largest}, but GPT-2 has {VOCABULARY} tokens")
         return tokens
 
 
 def read_shards(folder):
-    """(the first shard for validation, all those for training), by their names. Raises DataError."""
+    """(the first validation shard, all training shards) of a folder, by their names. Raises DataError."""
     shards = {"val": [], "train": [], "other": []}
     for path in sorted(Path(folder).glob("*.bin")):
         kind = re.search(r"_(val|train)[_.]", path.name)
@@ -80,7 +81,7 @@ def read_shards(folder):
     if shards["other"] or not shards["val"] or not shards["train"]:
         train, val, other = (len(shards[kind]) for kind in ("train", "val", "other"))
         counts = f"{train} shards are named *_train_*.bin, {val} *_val_*.bin, {other} otherwise"
-        raise DataError(f"{folder}: {counts}: each must be one of the two, and there must be both")
+        raise DataError(f"{folder}: {counts}: each name must match one of the two patterns, and you need both")
     return shards["val"][0], shards["train"]
 
 
@@ -89,7 +90,7 @@ def shard_path(folder, number):
 
 
 def replace(path, data):
-    """Write a file whole or not at all: it gets its name when all of it is on the disk. Raises OSError."""
+    """Write the whole file or nothing. It is renamed to `path` when all data are on disk. Raises OSError."""
     unfinished = Path(f"{path}.tmp")
     try:
         with open(unfinished, "wb") as file:
@@ -102,7 +103,7 @@ def replace(path, data):
 
 
 def write_shard(path, tokens):
-    """Tokens (n,) below 50257 to a file, its checksum first. Raises OSError."""
+    """Write tokens (n,), each below 50257, to a file, and before it the file of its checksum. Raises OSError."""
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
     data = header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes()
@@ -111,12 +112,12 @@ def write_shard(path, tokens):
 
 
 def open_rows(files, columns, dataset=None, **config):
-    """A stream of rows with these columns: of local files, all of one kind, or without any of a dataset on the hub.
+    """A stream of rows with these columns, from local files of one kind, or without files from a dataset on the hub.
 
-    Raises DataError, in one line, if the hub has it not.
+    Raises DataError, with a message of one line, if a file is missing or the hub does not provide the dataset.
     """
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    os.environ |= quiet | {"HF_HUB_VERBOSITY": "error"}  # or each of its tries is a warning
+    os.environ |= quiet | {"HF_HUB_VERBOSITY": "error"}  # otherwise each retry prints a warning
     from datasets import IterableDataset, load_dataset, logging
 
     def whole_texts():  # load_dataset would translate line endings
@@ -126,31 +127,34 @@ def open_rows(files, columns, dataset=None, **config):
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file}: {error}") from None
 
-    logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, by the caller
+    logging.set_verbosity(logging.CRITICAL)  # the caller reports an error once
     if files and Path(files[0]).suffix == ".txt":
         return IterableDataset.from_generator(whole_texts)
     for file in files:
         if not os.path.isfile(file):
             raise DataError(f"{file} is not a file")
     if files:
-        names = [glob.escape(str(Path(file).resolve())) for file in files]  # load_dataset would take a [ for a pattern
+        names = [glob.escape(str(Path(file).resolve())) for file in files]  # for load_dataset, [ begins a pattern
         dataset, config = BUILDERS.get(Path(files[0]).suffix, "json"), {"data_files": names, "split": "train"}
     try:
         return load_dataset(dataset, streaming=True, **config).select_columns(columns)
-    except Exception as error:  # the hub, the network and the library raise a dozen kinds
+    except Exception as error:  # the hub, the network and the library raise many types
         if files:
             raise
-        hint = "without a network, give a file: those of the dataset on the hub work unchanged"
-        raise DataError(f"not to be had from the hub; {hint}: {' '.join(str(error).split())[:200]}") from None
+        hint = "without a network, give a file (the dataset's own files work unchanged)"
+        raise DataError(f"it cannot be loaded from the hub; {hint}: {' '.join(str(error).split())[:200]}") from None
 
 
 def tokenized(texts, column):
-    """(where the stream was before, the tokens of the next CHUNK documents, uint16) until the stream ends."""
+    """Yields (the stream's state before a chunk, the chunk's tokens, uint16). A chunk is up to CHUNK documents.
+
+    Raises ValueError if a row has no text.
+    """
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parents[1] / "tokenizer"))
     encoding, rows, pool = tiktoken.get_encoding("gpt2"), iter(texts), ThreadPoolExecutor()
 
     def encode(text):
-        tokens = encoding.encode_to_numpy(text, disallowed_special=())  # <|endoftext|> in a text is plain text
+        tokens = encoding.encode_to_numpy(text, disallowed_special=())  # treat <|endoftext|> as plain text
         return np.append(encoding.eot_token, tokens).astype(np.uint16)
 
     while True:
@@ -160,11 +164,11 @@ def tokenized(texts, column):
             raise ValueError(f"a row has no text in the column {column}")
         if not chunk:
             return
-        yield before, np.concatenate(list(pool.map(encode, chunk)))  # by all cores: tiktoken lets go of Python's lock
+        yield before, np.concatenate(list(pool.map(encode, chunk)))  # on all cores: tiktoken releases the GIL
 
 
 def write(args, done):
-    """Shard after shard, from where `done` says that the last run was; progress.json keeps it."""
+    """Write shard after shard from the progress in `done`, and save it in progress.json. Raises OSError, ValueError."""
     texts = open_rows(args.files, [args.column], args.dataset, name=args.name, split="train")
     if done["before"]:
         texts.load_state_dict(done["before"])
@@ -179,36 +183,36 @@ def write(args, done):
 
     with tqdm(unit=" tokens", unit_scale=True, initial=done["tokens"]) as bar:
         for before, tokens in tokenized(texts, args.column):
-            pieces.append(tokens[skip:])  # a shard holds the others already
+            pieces.append(tokens[skip:])  # earlier shards contain the skipped ones
             bar.update(len(tokens) - skip)
             skip = 0
             if sum(map(len, pieces)) >= size:
                 joined = np.concatenate(pieces)
                 full, rest = np.split(joined, [len(joined) // size * size])
-                pieces = [rest]  # the end of this chunk
+                pieces = [rest]  # tokens that do not fill a shard yet
                 finish(full.reshape(-1, size), before=before, skip=len(tokens) - len(rest))
     rest = np.concatenate([np.empty(0, np.uint16), *pieces])
-    cut = 0 if done["shards"] else -(-len(rest) // 10)  # less than a shard in all: a tenth is for validation
+    cut = 0 if done["shards"] else -(-len(rest) // 10)  # less than one shard in all: hold out a tenth
     parts = [part for part in np.split(rest, [cut]) if len(part)]
     if done["shards"] + len(parts) < 2:
-        raise ValueError(f"{done['tokens'] + len(rest)} tokens make no two shards of {size}, one for validation")
+        raise ValueError(f"{done['tokens'] + len(rest)} tokens do not fill two shards of {size}, one for validation")
     finish(parts, end=True)
 
 
 def begin(args):
-    """How far a run into args.out is. Raises OSError, ValueError if the folder is not for this command."""
+    """The progress of a run into args.out. Raises OSError, or ValueError if the folder is not for this command."""
     source = vars(args) | {"out": None, "files": [[file, os.path.getsize(file)] for file in args.files]}
     done = {"source": source, "shards": 0, "tokens": 0, "before": None, "skip": 0, "end": False}
     shards, progress = [Shard(path) for path in sorted(args.out.glob("*.bin"))], args.out / "progress.json"
     if progress.exists():
         theirs = json.loads(progress.read_text(encoding="utf-8"))
         if not isinstance(theirs, dict) or theirs.keys() != done.keys() or theirs["source"] != source:
-            raise ValueError("its progress.json is of other files or settings: use another folder")
+            raise ValueError("its progress.json is from other files or settings: use another folder")
         for number in range(theirs["shards"]):
-            Shard(shard_path(args.out, number))  # one that is gone cannot be made again by itself
+            Shard(shard_path(args.out, number))  # raises OSError if it is gone, as one shard cannot be remade
         return theirs
     if shards:
-        raise ValueError("it has shards of something else: use another folder")
+        raise ValueError("it contains shards of something else: use another folder")
     args.out.mkdir(parents=True, exist_ok=True)
     replace(progress, json.dumps(done).encode())
     return done
@@ -216,11 +220,11 @@ def begin(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("files", nargs="*", help=".txt, .jsonl or .parquet; without any, the dataset on the hub")
+    parser.add_argument("files", nargs="*", help=".txt, .jsonl or .parquet; default: the dataset on the hub")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("fineweb10B"), help="default fineweb10B")
     parser.add_argument("--dataset", default="HuggingFaceFW/fineweb-edu", help="default HuggingFaceFW/fineweb-edu")
     parser.add_argument("--name", default="sample-10BT", help="the dataset's configuration, default sample-10BT")
-    parser.add_argument("--column", default="text", help="default text")
+    parser.add_argument("--column", default="text", help="the column of the text, default text")
     parser.add_argument("--shard-size", type=int, default=100_000_000, help="tokens per shard, default 100 million")
     args = parser.parse_args()
     if not 2 <= args.shard_size < 2**31:
@@ -232,7 +236,7 @@ def main():
         if Path(file).suffix not in BUILDERS:
             parser.error(f"{file} is not a .txt, .jsonl or .parquet file")
     if len({BUILDERS[Path(file).suffix] for file in args.files}) > 1:
-        parser.error("give files of one kind only, the others to another --out")
+        parser.error("give files of one kind only, and use another --out for the rest")
     try:
         done = begin(args)
     except (OSError, ValueError) as error:
@@ -240,13 +244,13 @@ def main():
     try:
         if not done["end"]:
             write(args, done)
-    except Exception as error:  # the hub, the files and the libraries raise a dozen kinds
+    except Exception as error:  # the hub, the files and the libraries raise many types
         if not any(args.out.glob("*.bin")):
             (args.out / "progress.json").unlink()
             with contextlib.suppress(OSError):
-                args.out.rmdir()  # if nothing else is in it
+                args.out.rmdir()  # only works if the folder is empty
         where = " ".join(args.files[:3]) or f"{args.dataset} on the hub"
-        reason = " ".join(str(error).split())[:300] or "there is no text in it"
+        reason = " ".join(str(error).split())[:300] or "it contains no text"
         parser.exit(1 if done["shards"] else 2, f"{parser.prog}: error: {where} to {args.out}: {reason}\n")
     print(f"{args.out} is complete: {done['tokens']} tokens, {done['shards']} shards")
 

@@ -1,11 +1,11 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings does a model find the likeliest? A guess is right in 25 %.
+"""HellaSwag (Zellers et al. 2019): which of four endings does a model find likeliest? Guessing scores 25 %.
 
     python pretrain/hellaswag.py gpt2               GPT-2's weights, by name or as a folder
-    python pretrain/hellaswag.py checkpoints        the newest checkpoint of a folder; or a .pt file
+    python pretrain/hellaswag.py checkpoints        the newest checkpoint in a folder, or a .pt file
     python pretrain/hellaswag.py gpt2 --data FILE   the public hellaswag_val.jsonl instead of the hub's copy
 
-In completion style: context, a space, ending, nothing else added or removed. An ending's score is the sum of its
-tokens' log-likelihoods (acc) or their mean (acc_norm).
+The evaluation uses completion style: each text is the context, a space and the ending, with nothing else added or
+removed. The score of an ending is the sum of its tokens' log-likelihoods (acc) or their mean (acc_norm).
 """
 
 import os
@@ -21,9 +21,10 @@ from fineweb import DataError, open_rows
 
 
 def read_examples(source):
-    """[(context tokens, four lists of ending tokens, index of the right one)] of a JSONL file or a dataset on the hub.
+    """The examples in a JSONL file or in a dataset on the hub.
 
-    Raises DataError, in one line, if they cannot be read.
+    Returns [(context tokens, four lists of ending tokens, index of the right ending)]. Raises DataError, with a message
+    of one line, if an example cannot be read.
     """
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parents[1] / "tokenizer"))
     encode = tiktoken.get_encoding("gpt2").encode_ordinary
@@ -35,7 +36,7 @@ def read_examples(source):
             if len(endings) != 4 or label not in range(4) or max(map(len, endings)) > 1023:
                 raise ValueError(f"{len(endings)} endings, label {label}, tokens {[*map(len, endings)]}")
             examples.append((encode(row["ctx"]) or [50256], endings, label))
-    except Exception as error:  # the library raises a dozen kinds
+    except Exception as error:  # the library raises many types
         where = "" if isinstance(error, (DataError, OSError)) else f"after {len(examples)} examples: "
         raise DataError(f"HellaSwag, {source}: {where}{' '.join(str(error).split())[:300] or 'it is empty'}") from None
     if not examples:
@@ -45,16 +46,17 @@ def read_examples(source):
 
 @torch.compile(dynamic=False)
 def negative_log_likelihood(model, idx, targets):
-    """Of each row, in nats: the sum over its targets (rows, T) that are not -100. -> (rows,)"""
-    logits = model(idx)[..., :50257]  # (rows, T, vocab_size), without padding
+    """Each row's sum in nats over the targets that are not -100. idx and targets: (rows, T), result: (rows,)."""
+    logits = model(idx)[..., :50257]  # (rows, T, 50257), without the vocabulary's padding
     return F.cross_entropy(logits.reshape(-1, 50257), targets.view(-1), reduction="none").view_as(targets).sum(dim=1)
 
 
 @torch.no_grad()
 def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
-    """Of every world_size-th example: how many the sum gets right, how many the mean, and how many there are.
+    """(right by the sum, right by the mean, examples): counts for this rank's share, every world_size-th example.
 
-    All batches have one shape, so that torch.compile compiles once: rows for the longest text, `batch_tokens` in all.
+    torch.compile compiles only once, because all batches have the same shape: each row fits the longest text, and a
+    batch has about `batch_tokens` tokens.
     """
     if not examples:
         return 0, 0, 0
@@ -68,7 +70,7 @@ def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
         idx = torch.zeros((rows, T), dtype=torch.int64)
         targets = torch.full((rows, T), -100)
         for row, (context, ending) in enumerate(texts[first : first + rows]):
-            tokens = torch.tensor((context + ending)[-T - 1 :])  # a text that is too long loses its beginning
+            tokens = torch.tensor((context + ending)[-T - 1 :])  # cut the beginning of a long text
             idx[row, : len(tokens) - 1] = tokens[:-1]
             targets[row, len(tokens) - 1 - len(ending) : len(tokens) - 1] = tokens[-len(ending) :]
         sums += negative_log_likelihood(model, idx.to(device), targets.to(device)).float().tolist()
@@ -79,7 +81,7 @@ def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
 
 
 def main():
-    from checkpoint import explain, load_model, model_parser  # train.py does without
+    from checkpoint import explain, load_model, model_parser  # train.py imports this file and does not need them
 
     parser = model_parser(__doc__)
     parser.add_argument("--data", default="Rowan/hellaswag", help="JSONL file or dataset, default Rowan/hellaswag")

@@ -1,7 +1,7 @@
-"""Text from a model, printed as it comes:  python pretrain/sample.py checkpoints --prompt "ROMEO:" --samples 3
+"""Generate text and print it word by word:  python pretrain/sample.py checkpoints --prompt "ROMEO:" --samples 3
 
-The model is a checkpoint, a folder of them, or GPT-2's weights by name (gpt2) or as a folder. transformers' generate()
-makes all samples at the same time; the first is printed word by word, the others after it.
+The model is a checkpoint, a folder of checkpoints, or GPT-2's weights by name (gpt2) or as a folder. transformers'
+generate() makes all samples at the same time. The first is printed word by word, and the others follow when it is done.
 """
 
 import os
@@ -15,21 +15,26 @@ from transformers import TextStreamer
 
 
 class FirstSample(TextStreamer):
-    """Prints the first of several samples; TextStreamer refuses more than one."""
+    """Prints the first of several samples, because TextStreamer accepts only one."""
 
     def put(self, tokens):
-        """tokens: (samples, T) of the prompt, then (samples,) for each new one."""
+        """tokens: (samples, T) in the first call, for the prompt; later (samples,), for the new tokens."""
         super().put(tokens[:1])
 
 
 def main():
     parser = model_parser(__doc__)
-    parser.add_argument("--prompt", default="Hello, I'm a language model,", help="what the text begins with")
-    parser.add_argument("--tokens", type=int, default=100, help="new tokens, default 100")
-    parser.add_argument("--samples", type=int, default=1, help="default 1")
-    parser.add_argument("--temperature", type=float, default=1.0, help="default 1; 0 takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=50, help="only the k likeliest tokens, default 50")
-    parser.add_argument("--top-p", type=float, default=1.0, help="only the likeliest that reach p together, default 1")
+    parser.add_argument("--prompt", default="Hello, I'm a language model,", help="the beginning of the text")
+    parser.add_argument("--tokens", type=int, default=100, help="new tokens per sample, default 100")
+    parser.add_argument("--samples", type=int, default=1, help="number of samples, default 1")
+    parser.add_argument("--temperature", type=float, default=1.0, help="default 1; 0 chooses the likeliest token")
+    parser.add_argument("--top-k", type=int, default=50, help="sample only from the k likeliest tokens, default 50")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample only from the likeliest tokens whose probabilities add up to p, default 1",
+    )
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
     args = parser.parse_args()
     if min(args.tokens, args.samples, args.top_k) < 1 or not 0 <= args.seed < 2**64:
@@ -39,14 +44,14 @@ def main():
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     tokenizer = gpt2_tokenizer()
     end = tokenizer.eos_token_id
-    text = args.prompt.encode(errors="replace").decode()  # it may hold bytes that are not UTF-8
+    text = args.prompt.encode(errors="replace").decode()  # the prompt may not be valid UTF-8
     prompt = tokenizer.encode(text, split_special_tokens=True) or [end]
     try:
         model = to_hf(load_model(args.model, args.device)).to(args.device)
     except ValueError as error:
         parser.error(str(error))
     if len(prompt) + args.tokens > (positions := model.config.n_positions):
-        parser.error(f"--prompt has {len(prompt)} tokens: with --tokens {args.tokens} it is over {positions} positions")
+        parser.error(f"--prompt has {len(prompt)} tokens: with --tokens {args.tokens} it exceeds {positions} positions")
     sampling = {"do_sample": False}
     if args.temperature:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
@@ -62,7 +67,7 @@ def main():
         )
         for text in texts[1:]:
             print(f"\n{tokenizer.decode(text, skip_special_tokens=True)}", flush=True)
-    except BrokenPipeError:  # a reader such as head has what it wants; Python would write the rest at exit
+    except BrokenPipeError:  # a reader such as head has closed the pipe; Python would still write the rest at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except RuntimeError as error:
         sys.exit(f"{parser.prog}: error: {explain(error, '--samples or --tokens')}")

@@ -139,7 +139,7 @@ def test_less_than_one_shard_is_divided_and_a_second_run_does_nothing(shard, ref
 
 WRONG_CORPUS = {
     "no such file": (["nowhere.jsonl"], r"\S*nowhere.jsonl is not a file"),
-    "no text": (["empty.jsonl"], "there is no text in it"),
+    "no text": (["empty.jsonl"], "it contains no text"),
     "two kinds": (["a.jsonl", "b.txt"], "give files of one kind only"),
     "a folder": (["foreign"], r"\S*foreign is not a file"),
     "an unknown kind": (["c.doc"], r"\S*c\.doc is not a \.txt, \.jsonl or \.parquet file"),
@@ -150,11 +150,11 @@ WRONG_CORPUS = {
     "shards of something else": (["a.jsonl", "--out", "public"], "public.*something else"),
     "shards of the format before": (
         ["a.jsonl", "--out", "old"],
-        "000000.bin has a format that is no longer read: ",
+        "000000.bin has an old, unsupported format: ",
     ),
     "begun with other settings": (["a.jsonl", "--out", "begun", "--shard-size", "9"], "begun: its progress.json"),
     "a progress.json of another program": (["a.jsonl", "--out", "theirs"], "theirs: its progress.json"),
-    "one shard alone": (["a.jsonl", "--shard-size", "12"], "12 tokens make no two shards"),
+    "one shard alone": (["a.jsonl", "--shard-size", "12"], "12 tokens do not fill two shards"),
     "a shard of one token": (["a.jsonl", "--shard-size", "1"], "at least 2"),
     "more tokens than the header can count": (["a.jsonl", "--shard-size", str(2**31)], "less than 2"),
 }
@@ -264,15 +264,15 @@ def damaged(name, data):
 
 
 DAMAGE = {
-    "cut short": "is cut short or not whole: 3000 tokens, but 7022 bytes",
+    "cut short": "is cut short or damaged: 3000 tokens, but 7022 bytes",
     "no header": "is not a shard of GPT-2 tokens",
     "empty": "is not a shard of GPT-2 tokens",
     "no tokens": "is cut short",
     "another magic number": "is not a shard of GPT-2 tokens",
     "another version": "is not a shard of GPT-2 tokens in llm.c's format, version 1",
-    "the format before": "has a format that is no longer read: run pretrain/fineweb.py into another folder",
+    "the format before": "has an old, unsupported format: run pretrain/fineweb.py into another folder",
     "a flipped bit": "is damaged: its SHA-256 is not the one in ",
-    "another vocabulary": "holds the token 50257: GPT-2 has 50257",
+    "another vocabulary": "contains the token 50257, but GPT-2 has 50257",
 }
 
 

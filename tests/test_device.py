@@ -153,7 +153,7 @@ def test_other_work_is_noticed_on_the_cpu_and_on_the_gpu(nvml, monkeypatch):
     assert gauge.busy("GPU-1234-5678") == "other processes use the GPU: 1"
     assert gauge.busy(None) is None
     load.cpu, nvml.used = 10.0, 5 * 2**30
-    said = "other work takes 1.6 CPU cores; other processes use the GPU: 1; 5 GiB of the GPU's memory are taken"
+    said = "other work uses 1.6 CPU cores; other processes use the GPU: 1; 5 GiB of GPU memory are in use"
     assert gauge.busy("GPU-1234-5678") == said
 
 
@@ -336,7 +336,7 @@ def test_the_attention_kernel_is_named(names, ran):
 
 def test_a_trace_of_a_gpu_without_kernels_is_no_profile():
     step = [span("ProfilerStep#5", 0, 10_000, "user_annotation"), span("aten::mm", 1000, 2000)]
-    with pytest.raises(ValueError, match="saw no kernels"):
+    with pytest.raises(ValueError, match="recorded no kernels"):
         kernels.grouped(*kernels.in_steps(step), gpu=True)
 
 

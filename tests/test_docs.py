@@ -443,7 +443,7 @@ def test_a_mistake_in_a_page_is_one_line_and_leaves_the_site_that_was_there(tmp_
         (page, f"{text}\n{{{{ site.rungs }}}}", "baseline.md: write a call as <!-- {{"),
         (page, f"{text}\n[a link](nowhere.md)", "nowhere"),
         (page, None, "baseline.md is missing"),
-        (page.with_name("speedup_11_new.md"), "# New\n", "speedup_11_new.md is of no rung, and has no line in nav"),
+        (page.with_name("speedup_11_new.md"), "# New\n", "speedup_11_new.md belongs to no rung and has no line in nav"),
     ):
         right = path.read_bytes() if path.exists() else None
         path.unlink() if wrong is None else path.write_text(wrong, encoding="utf-8")

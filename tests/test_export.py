@@ -70,7 +70,7 @@ def test_init_from_takes_it_back(exported, trained, monkeypatch):
 def test_the_export_touches_no_folder_that_is_there(refused, trained, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    refused("pretrain/export_hf.py", trained, tmp_path / "mine", says=".* exists already$")
+    refused("pretrain/export_hf.py", trained, tmp_path / "mine", says=".* already exists$")
     refused("pretrain/export_hf.py", tmp_path / "mine" / "notes.txt", tmp_path / "new")
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]
 

@@ -256,15 +256,18 @@ def test_a_new_idea_takes_a_file_and_a_row(tmp_path, verdict):
     [
         ('file = "nowhere.py"\ntitle = "None"\nidea = "none"\ntouches = []\nlimit = 1', "nowhere.py"),
         ('file = "new.py"\ntitle = "None"\nidea = "none"\ntouches = []\nlimit = 1\nspeed = "twice"', "new.py: "),
-        ('file = "new.py"\ntitle = "None"\nidea = "none"\nbefore = "above.py"', "new.py: above.py, which it is a diff from"),
-        ('file = "new.py"\nidea = "none"\ntouches = "main"\nlimit = 1', "touches is a list"),
+        (
+            'file = "new.py"\ntitle = "None"\nidea = "none"\nbefore = "above.py"',
+            "new.py: above.py, the script before it",
+        ),
+        ('file = "new.py"\nidea = "none"\ntouches = "main"\nlimit = 1', "touches must be a list"),
         ('file = "new.py"\nidea = "none"\ntouches = []', "new.py: 'limit'"),
-        ('file = "new.py"\nidea = "none"\ntouches = []\nlimit = 1\nkind = "fun"', "kind is one of speed, memory"),
+        ('file = "new.py"\nidea = "none"\ntouches = []\nlimit = 1\nkind = "fun"', "kind must be one of speed, memory"),
         ('file = "ddp_run.py"\nidea = "none"', "two rows"),
         ('file = "new.py"\nidea = "none"\ntouches = []\nlimit = 1\npart = "branch"', "multiple values"),
         (
             'file = "new.py"\nidea = "none"\ntouches = []\nlimit = 1\n[[rungs]]',
-            "a table is one of rung, pretrain",
+            "the table must be one of rung, pretrain",
         ),
         ("file = ", "Invalid value"),
     ],
@@ -374,5 +377,5 @@ def test_the_marks_of_a_conflict_are_not_counted_as_lines(tmp_path):
     for words in (["measure/publish.py"], ["dev/diff.py", "02"], ["dev/diff.py", "03"]):
         done = subprocess.run([sys.executable, *words], cwd=root, capture_output=True, text=True)
         assert done.returncode != 0 and len(done.stderr.splitlines()) == 1
-        assert "error: speedup_02_tf32.py still has the marks of a conflict" in done.stderr
+        assert "error: speedup_02_tf32.py still has conflict markers" in done.stderr
     assert (root / "README.md").read_bytes() == readme

@@ -509,7 +509,7 @@ def test_a_script_that_fails_is_a_row_and_is_tried_again(made_up, broken):
     done = made_up.call("--repeat", 2, "--profile")
     again = list(broken)
     assert done.returncode == 0 and made_up.order() == again + again + again[::-1]
-    assert "measured already: what failed is tried again" in done.stdout
+    assert "measured already: failed runs are retried" in done.stdout
     assert [row["error"] or row["profile"]["error"] for row in made_up.result()[1]["rows"]] == [None] * 3
 
 
@@ -680,7 +680,7 @@ def test_another_gpu_torch_or_cuda_is_another_measurement(in_process, monkeypatc
     monkeypatch.setattr(measure, "ask", lambda *words: ask(*words) | other)
     with pytest.raises(SystemExit):
         in_process.call("--repeat", 2)
-    assert "holds a measurement with other machine: name another folder" in capsys.readouterr().err
+    assert "has a measurement with different machine: name another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -718,7 +718,7 @@ def test_another_measurement_is_never_written_over(made_up):
     before = path.read_bytes()
     done = made_up.call("--repeat", 5, "--out", path.parent)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "holds a measurement with other settings: name another folder" in done.stderr
+    assert "has a measurement with different settings: name another folder" in done.stderr
     assert path.read_bytes() == before
     assert made_up.call("--repeat", 5).returncode == 0  # without --out it makes a new folder
     other = path.parent.with_name(f"{path.parent.name}-2")
@@ -731,12 +731,12 @@ def test_another_measurement_is_never_written_over(made_up):
     [
         (["--batch-size", 0], "at least 1"),
         (["--steps", "many"], "many"),
-        (["--fit"], "--fit takes a GPU"),
+        (["--fit"], "--fit needs a GPU"),
         (["--budget", 0], "--budget must be more than 0"),
-        (["--only", "a", "z"], "--only z: it is one of a, b, c"),
+        (["--only", "a", "z"], "--only z: expected one of a, b, c"),
         (["--out", "a.py"], "a.py"),
-        (["--out", "broken"], "ladder.json is no measurement"),
-        (["--out", "foreign"], "ladder.json is no measurement"),
+        (["--out", "broken"], "ladder.json is not a measurement"),
+        (["--out", "foreign"], "ladder.json is not a measurement"),
     ],
 )
 def test_a_mistake_is_one_line(made_up, arguments, said):
@@ -932,7 +932,7 @@ def test_a_gpu_is_not_compared_with_a_cpu_nor_other_work(key, other, tmp_path, m
     monkeypatch.setattr("sys.argv", ["compare.py", str(tmp_path / "first"), str(tmp_path / "second")])
     with pytest.raises(SystemExit) as exit:
         compare.main()
-    said = f"compare.py: error: the two differ in {key}: their steps cannot be compared\n"
+    said = f"compare.py: error: the measurements differ in {key}: you cannot compare their steps\n"
     assert (exit.value.code, capsys.readouterr().err) == (2, said)
 
 

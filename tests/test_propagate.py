@@ -102,7 +102,7 @@ def test_what_stands_on_a_conflict_waits_and_goes_on_from_there(clone):
     assert done.stdout.splitlines()[:-2] == [
         *says(SCRIPTS[1:6], "carried"),
         f"{SCRIPTS[6]}: CONFLICT, marked in the file",
-        *says(waiting, "waits for a conflict"),
+        *says(waiting, "blocked by a conflict"),
         f"{fp16}: carried",
     ]
     assert done.stdout.splitlines()[-1].split() == ["python", "dev/propagate.py", SCRIPTS[6]]
@@ -115,13 +115,13 @@ def test_what_stands_on_a_conflict_waits_and_goes_on_from_there(clone):
 
     refused = clone.propagate(SCRIPTS[6])  # before the conflict is resolved
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == f"propagate.py: error: {SCRIPTS[6]} still has the marks of a conflict\n"
+    assert refused.stderr == f"propagate.py: error: {SCRIPTS[6]} still has conflict markers\n"
     refused = clone.propagate("baseline.py")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert f"{SCRIPTS[6]} still has the marks of a conflict: mend it" in refused.stderr
+    assert f"{SCRIPTS[6]} still has conflict markers: resolve them" in refused.stderr
     clone.edit(SCRIPTS[6], f"<<<<<<< {SCRIPTS[6]}\n", "")  # partly resolved
     assert clone.propagate(SCRIPTS[6]).returncode == 2
-    assert f"{SCRIPTS[6]}: has the marks of a conflict" in clone.propagate("--check", "baseline.py").stdout
+    assert f"{SCRIPTS[6]}: has conflict markers" in clone.propagate("--check", "baseline.py").stdout
     start, end = marked.index("<<<<<<< "), marked.index(">>>>>>> ")
     ours = marked[start:end].split("=======\n")[0].split("\n", 1)[1]
     (clone.root / SCRIPTS[6]).write_text(marked[:start] + ours + marked[end:].split("\n", 1)[1], encoding="utf-8")
@@ -144,8 +144,8 @@ def test_a_file_that_keeps_its_own_line_holds_up_nobody(clone):
     before, steps = clone.texts(), ('default=50, help="default 50"', 'default=60, help="default 60"')
     clone.edit("baseline.py", *steps)
     done = clone.propagate("baseline.py")
-    assert done.returncode == 1 and "waits" not in done.stdout
-    assert done.stdout.splitlines()[-1] == f"Mend {TRAIN} from <<<<<<< to >>>>>>>"
+    assert done.returncode == 1 and "blocked" not in done.stdout
+    assert done.stdout.splitlines()[-1] == f"Resolve the conflict in {TRAIN}, <<<<<<< to >>>>>>>"
     clone.git("restore", TRAIN)
     assert clone.texts() == {script: text.replace(*steps) for script, text in before.items()}
 
@@ -158,7 +158,7 @@ def test_on_the_way_down_it_stops_where_the_line_began(clone):
     lines = done.stdout.splitlines()
     *later, fp16 = SCRIPTS[7:]
     assert lines[0] == f"{SCRIPTS[5]}: CONFLICT, marked in the file"
-    waiting = says([*SCRIPTS[4::-1], fp16], "waits for a conflict")
+    waiting = says([*SCRIPTS[4::-1], fp16], "blocked by a conflict")
     assert sorted(lines[1:-2]) == sorted([*waiting, *says(later, "carried")])
     assert lines[-1].split() == ["python", "dev/propagate.py", "--down", SCRIPTS[5]]
     clone.git("restore", SCRIPTS[5])  # resolved: this script has no such line
@@ -228,7 +228,7 @@ def test_nothing_stands_on_the_last_file(clone):
     last = SCRIPTS[-1]
     clone.edit(last, *SHARED)
     done = clone.propagate(last)
-    assert (done.returncode, done.stdout) == (0, f"no script stands on {last}: nothing to carry it into\n")
+    assert (done.returncode, done.stdout) == (0, f"no script builds on {last}: nothing to carry the edit into\n")
 
 
 def test_errors_are_one_line(clone):

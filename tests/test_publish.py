@@ -235,7 +235,7 @@ def test_an_error_in_a_table_changes_nothing(tmp_path):
     (root / "results" / "empty" / "ladder.json").write_text("{}")
     (root / "elsewhere").mkdir()
     for folder, said in (
-        ("results/empty", "is no measurement"),
+        ("results/empty", "is not a measurement"),
         ("results/nowhere", "No such file"),
         ("elsewhere", "is not in results/"),
     ):

@@ -1,4 +1,4 @@
-// From a folder on disk no browser starts a worker from a file. The search's own is put in here, as text, by docs/build_site.py.
+// Browsers do not start a worker from a file on disk. docs/build_site.py replaces SOURCE with the source of the search worker.
 if (location.protocol === "file:") {
   const source = "SOURCE"
   window.Worker = class extends Worker {

@@ -1,11 +1,11 @@
-// Runs in the head, so that a page is painted as it was chosen: how a diff is shown, and which of the results.
+// Runs in the head, so the first paint already has the reader's choices: the view of diffs, and the result to show.
 const chosen = document.head.appendChild(document.createElement("style"))
 
 function remembered(name) {
   try {
     return localStorage.getItem(`ladder.${name}`) ?? ""
   } catch {
-    return "" // a browser that is told to keep nothing
+    return "" // the browser blocks storage
   }
 }
 
@@ -18,7 +18,7 @@ function show(name, value) {
 
 for (const name of ["view", "result"]) show(name, remembered(name))
 
-// pageshow, too: a page that the reader comes back to may be as it was left
+// On pageshow as well, because the back button may restore a page with older choices.
 function settle() {
   for (const choice of document.querySelectorAll("[data-choice]")) {
     const name = choice.dataset.choice
@@ -41,7 +41,7 @@ document.addEventListener("DOMContentLoaded", () => {
     })
   }
 
-  // Two scripts are always compared in the order of the ladder: the pages are named so.
+  // The name of a comparison's page has the two scripts in the order of the ladder.
   for (const form of document.querySelectorAll("form.compare")) {
     form.addEventListener("change", () => form.after.setCustomValidity(""))
     form.addEventListener("submit", (event) => {
@@ -53,7 +53,7 @@ document.addEventListener("DOMContentLoaded", () => {
     })
   }
 
-  // What a search found is marked in the page: open what it is folded into.
+  // After a search the theme marks the hits on the page. Unfold the sections that contain them.
   if (!new URLSearchParams(location.search).has("h")) return
   new MutationObserver(() => {
     for (const mark of document.querySelectorAll("details:not([open]) mark")) mark.closest("details").open = true
