@@ -275,7 +275,7 @@ class Site:
         return self.part("diff.html", before=before, after=after, **read_diff(before, after))
 
     def mistakes(self, kind):
-        """The mistakes of one kind in dev/mistakes.toml, by topic, each with the diff that plants it. Raises ValueError."""
+        """The mistakes of one kind in dev/mistakes.toml, by topic, each with its diff. Raises ValueError."""
         mistakes = read_toml("dev/mistakes.toml")[kind]
         for mistake in mistakes:
             where = f"dev/mistakes.toml: {mistake.get('name', 'a mistake')}"

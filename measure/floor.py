@@ -119,7 +119,7 @@ def beside(measured, steps, card):
         gains = [f"{old / new:.2f}×" for old, new in zip(before, (ms, floor), strict=True)] if before else ["", ""]
         row = {"script": script, "measured, ms": f"{round(ms, 1):,g}", "floor, ms": f"{floor:,.1f}"}
         row |= {"measured / floor": f"{ms / floor:.2f}"}
-        row |= {"measured, × the one before": gains[0], "floor, × the one before": gains[1]}
+        row |= {"measured, × previous": gains[0], "floor, × previous": gains[1]}
         before = ms, floor
         table.append(row)
     return table

@@ -61,7 +61,7 @@ def ladder(data, log, counts):
     """The README's table of rungs: what each rung changes, and its gain in a public log and in our measurement."""
     steps = counts["gpt2", log["batch_size"], log["seq_len"]]
     beside = floor.beside(log["ms"], steps, floor.Card.read(log["card"]))
-    public = {row["script"]: row["measured, × the one before"] for row in beside}
+    public = {row["script"]: row["measured, × previous"] for row in beside}
     device, rows = "CPU" if data["machine"]["device"] == "cpu" else data["machine"]["name"], []
     for rung in read_ladder():
         if rung.part == "rung":
@@ -72,7 +72,7 @@ def ladder(data, log, counts):
                     "rung": f"[{rung.number}]({rung.file})",
                     "idea": f"[{rung.idea}](docs/pages/rungs/{Path(rung.file).stem}.md)",
                     "kind": rung.kind,
-                    f"{log['card']}, not ours": public.get(rung.file, ""),
+                    f"{log['card']}, public log": public.get(rung.file, ""),
                     f"{device}, {data['settings']['model']}": over(gain),
                     "lines": f"+{added} −{removed}" if rung.before else "",
                     "minutes": f"{minutes(rung)}",
@@ -140,7 +140,7 @@ def beside(measured, logs, counts):
     for log, card in logs:
         rows = floor.beside(log["ms"], counts["gpt2", log["batch_size"], log["seq_len"]], card)
         orders = []
-        for gain in ("measured, × the one before", "floor, × the one before"):
+        for gain in ("measured, × previous", "floor, × previous"):
             gained = [row for row in rows if row[gain] and float(row[gain][:-1]) >= 1.02]
             gained.sort(key=lambda row: -float(row[gain][:-1]))
             orders.append(", ".join(title(row["script"])[:2] for row in gained))

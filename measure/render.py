@@ -83,11 +83,11 @@ def cells(data):
                 "ms per step (quartiles)": step(row) if done else row["error"] or "not measured yet",
                 "tokens/s": number(row["tokens_per_s"], ",.0f"),
                 "× baseline": times(row["over_baseline"]),
-                "× the one before": times(row["over_before"]),
+                "× previous": times(row["over_before"]),
                 "peak GiB (reserved)" if reserved else "peak GiB": number(row["peak_memory_gib"], ".2f", held),
                 "first step, s": number(row["first_step_s"], ".2f"),
                 "model TFLOP/s": number(row["tflops"], ".3g"),
-                "of the roof": number(row["roof_share"], ".0%", f" {row['precision']}"),
+                "of measured peak": number(row["roof_share"], ".0%", f" {row['precision']}"),
             }
         )
         if fits:
@@ -107,7 +107,7 @@ def batch_cells(data):
             "ms per step (one run)": cell["run"]["error"] or number(cell["median_ms"], ",.1f"),
             "tokens/s": number(cell["tokens_per_s"], ",.0f"),
             "model TFLOP/s": number(cell["tflops"], ".3g"),
-            "MFU, of the roof": number(cell["roof_share"], ".0%", f" {cell['precision']}"),
+            "MFU, of measured peak": number(cell["roof_share"], ".0%", f" {cell['precision']}"),
         }
         for cell in data["batches"]
     ]
