@@ -144,7 +144,7 @@ class Scheduled(BaseException):
 
 
 def moved(node):
-    """Bytes that a node of Inductor's schedule moves.
+    """Bytes that an Inductor scheduler node moves.
 
     For a fused node Inductor counts whole tables. For its parts it counts only the rows that they read.
     """

@@ -48,7 +48,7 @@ def over(ratio):
 def minutes(rung):
     """The reading time of a rung in minutes: 200 words of its page per minute, and 3 seconds for each changed line.
 
-    For baseline.py all lines count, because you read it from top to bottom.
+    All lines of baseline.py count, because you read it from top to bottom.
     """
     page = (ROOT / "docs" / "pages" / "rungs" / f"{Path(rung.file).stem}.md").read_text(encoding="utf-8")
     words = len(re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL).split())

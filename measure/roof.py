@@ -37,7 +37,7 @@ def flops_per_token(config, seq_len):
 
 
 def products(config, tokens, square):
-    """{name: (m, k, n)} of products (m, k) @ (k, n): the linear layers' in the forward pass, and a large square."""
+    """Matmul shapes {name: (m, k, n)}, for (m, k) @ (k, n): each linear layer's forward pass, and one large square."""
     C = config.n_embd
     own = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
     own["lm_head"] = (C, config.vocab_size)

@@ -1,11 +1,11 @@
-"""Kill pretrain/long_run.py with SIGKILL at random moments, resume it each time, and compare with an undisturbed run.
+"""Kill pretrain/long_run.py with SIGKILL at random moments, resume it each time, and compare with an uninterrupted run.
 
     python tests/kills.py 50        one line per kill, then the count; status 1 if anything was lost
 
 The run trains nano with two ranks under torchrun (--ranks 1: with one) on the CPU, or on a GPU with --device cuda. It
 saves every 3 steps. Each kill comes after up to 6 new steps; about a third of the kills then also wait for a save to
 begin. A resumed run must start from the last finished save. At the end, the losses of all steps and the weights must
-equal those of the undisturbed run, bit for bit. On a GPU, where the order of atomic additions varies, small differences
+equal those of the uninterrupted run, bit for bit. On a GPU, where the order of atomic additions varies, small differences
 are allowed; a lost step would make larger ones.
 """
 
@@ -140,7 +140,7 @@ def main():
                 f"kill {done}: after step {reached}, kept {kept}, {size:,} bytes of a checkpoint unfinished", flush=True
             )
         assert start(stormy, args, steps).wait() == 0
-        assert len(log(calm)) == steps, f"the undisturbed run has {len(log(calm))} of {steps} steps"
+        assert len(log(calm)) == steps, f"the uninterrupted run has {len(log(calm))} of {steps} steps"
         loss, off = compare(calm, stormy, exact=args.device == "cpu")
     print(f"{done} kills, {while_saving} of them in a save: {steps} losses and all weights as if undisturbed", end="; ")
     print(f"a loss is off by {loss:.6f} at most, the weights by {off:.1e}")

@@ -58,7 +58,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def whole():
-    """A function that returns the steps of a script's undisturbed run."""
+    """A function that returns the steps of a script's uninterrupted run."""
     return functools.cache(lambda script: train(8, script=script))
 
 

@@ -1,7 +1,7 @@
 """Tokenizing loses no document; pre-training reads each training token once per epoch and no held-out token.
 
-If tokenizing is killed at any moment, the same command then completes the same shards, in llm.c's format. The
-validation loss does not depend on the batch size or the number of ranks.
+If tokenizing is killed, running the command again produces the shards of an uninterrupted run. Shards are in llm.c's
+format. The validation loss does not depend on the batch size or the number of ranks.
 """
 
 import array
@@ -105,7 +105,7 @@ def test_no_document_is_lost_or_written_twice(shard, files, tokens, tmp_path, ki
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all.jsonl", "*.parquet"])
 def test_a_killed_run_goes_on_to_the_same_shards(files, tmp_path, kind):
-    """After SIGKILL early and late in its work, the same command completes the shards of an undisturbed run."""
+    """After SIGKILL early and late in its work, the same command completes the shards of an uninterrupted run."""
     out = tmp_path / "shards"
     inputs = sorted(files.glob(kind)) * 3  # otherwise it might end before it is killed
     command = [sys.executable, ROOT / "pretrain/fineweb.py", *inputs, "--shard-size", "1000", "--out"]

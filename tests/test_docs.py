@@ -416,7 +416,7 @@ def test_a_gpus_result_comes_first_also_where_runs_failed_and_there_is_no_roof(m
     assert said.format(16, "33 to 36", f"{found:,.1f}", f"{found / 36 - 1:+.0%}") in pages[7].text
     assert "not measured yet" in pages[7].text  # at B 64
     assert "One pass does not show the spread" in pages[1].text
-    assert "The largest batch that ran was B 96" in pages[2].text
+    assert "The largest batch size that ran was 96" in pages[2].text
 
 
 @pytest.mark.slow
@@ -702,7 +702,7 @@ def test_search_finds_a_rung(tab, base, words, script):
 @browsing
 def test_any_two_scripts_can_be_compared(tab, base):
     tab.goto(base + "compare.html")
-    tab.locator("select[name=before]").select_option(docs.title(SCRIPTS[10]))  # reversed: pages are in ladder order
+    tab.locator("select[name=before]").select_option(docs.title(SCRIPTS[10]))  # the form must swap them
     tab.locator("select[name=after]").select_option(docs.title(SCRIPTS[0]))
     tab.get_by_role("button", name="Compare").click()
     tab.wait_for_url(base + docs.pair_page("baseline.py", "speedup_10_fused_adamw.py"))

@@ -77,7 +77,7 @@ def records(path):
 
 @pytest.fixture(scope="session")
 def undisturbed(run, small, arguments, tmp_path_factory):
-    """An undisturbed run: (its process, the folder of its checkpoints, log and TensorBoard files)."""
+    """An uninterrupted run: (its process, the folder of its checkpoints, log and TensorBoard files)."""
     folder = tmp_path_factory.mktemp("undisturbed")
     paths = ["--checkpoint-dir", folder / "ck", "--log-file", folder / "log.jsonl", "--tensorboard", folder / "tb"]
     done = run(TRAIN, *arguments, *paths, folder=small, **EAGER)

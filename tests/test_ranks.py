@@ -1,7 +1,7 @@
 """Several processes compute the same as one process, and all of them end if one is lost.
 
 The tests use 1, 2 and 4 ranks, every split of a batch, DDP and FSDP2. Gradients match one process within 1e-5. A run
-that is killed with SIGKILL three times ends with the losses and weights of an undisturbed run (`python tests/kills.py
+that is killed with SIGKILL three times ends with the losses and weights of an uninterrupted run (`python tests/kills.py
 50` kills it fifty times).
 """
 
@@ -145,7 +145,7 @@ def test_one_rank_of_nccl_has_the_gradients_of_gloo(gradients, script, measured)
 
 @pytest.fixture(scope="module")
 def calm(run, small):
-    """The curve of eight undisturbed steps on two ranks."""
+    """The curve of eight uninterrupted steps on two ranks."""
     done = run("ddp_run.py", *SIZES, "--steps", 8, torchrun=2, folder=small, **PLAIN)
     assert len(done.losses) == 8
     return curve(done)
@@ -392,11 +392,11 @@ def test_the_all_reduce_is_measured(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_three_kills(run, small, ranks):
-    """After three kills, a run ends as an undisturbed one does. `python tests/kills.py 50` kills it fifty times."""
+    """After three kills, a run ends as an uninterrupted one does. `python tests/kills.py 50` kills it fifty times."""
     done = run("tests/kills.py", 3, "--seed", 1, "--ranks", ranks, timeout=900, folder=small, **PLAIN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
-        r"^3 kills, [0-3] of them in a save: 24 losses and all weights as if undisturbed; .* by 0.0e\+00$",
+        r"^3 kills, [0-3] of them in a save: 24 losses and all weights as if uninterrupted; .* by 0.0e\+00$",
         done.stdout,
         re.M,
     )

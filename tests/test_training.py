@@ -327,7 +327,9 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine(script):
     assert get_lr(50, 50) == pytest.approx(6e-5)
     rates = [get_lr(step, 50) for step in range(50)]
     assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True)
-    assert [get_lr(step, 3) for step in range(3)] == pytest.approx([6e-5, 12e-5, 18e-5])  # a run within its warm-up
+    assert [get_lr(step, 3) for step in range(3)] == pytest.approx(
+        [6e-5, 12e-5, 18e-5]
+    )  # a run shorter than its warm-up
 
 
 @pytest.mark.parametrize("script", versions("main", among=since(9, among=list(RUNGS))))
