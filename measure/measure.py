@@ -327,7 +327,7 @@ def look(args, plan):
     return {"settings": settings, "machine": machine, "sources_sha256": sources}, host, name
 
 
-def go_on(folder, data, plan, host, cache):
+def resume(folder, data, plan, host, cache):
     """Do the remaining jobs of a measurement, and write its table even if a job fails or the user stops it."""
     new, bar = not folder.exists(), (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     folder.mkdir(parents=True, exist_ok=True)
@@ -376,7 +376,7 @@ def main():
         plan = rows(args.peers, args.branches, args.only)
         this, host, name = look(args, plan)
         folder, data = begin(this, plan, name, args.out, line)
-        go_on(folder, data, plan, host, args.cache)
+        resume(folder, data, plan, host, args.cache)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
 

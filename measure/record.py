@@ -81,7 +81,7 @@ def rounded(number):
 
 
 def precision_used(wanted, said):
-    """The precision that a rung used, according to its output. A script prints a line if it falls back to a lower precision."""
+    """The precision that a rung used, according to its output, which names a missing precision."""
     if wanted == "bf16" and "no bf16 here" in said:
         wanted = "tf32"
     return "float32" if wanted == "tf32" and "no TF32 here" in said else wanted

@@ -1,9 +1,9 @@
 """Pre-training: long_run.py on shards of tokens, with validation, samples and HellaSwag during training.
 
 Each of these evaluations uses forward passes of one fixed shape, so the compiled model can run it. Shorter inputs are
-padded, which does not change the results, because no token attends to later tokens. Each evaluation is divided among the ranks. The run
-saves a checkpoint before it evaluates a step; a run resumed from it evaluates the step again. The defaults are the
-recipe for GPT-2 124M on 10B tokens.
+padded, which does not change the results, because no token attends to later tokens. The ranks divide each evaluation
+among them. The run saves a checkpoint before it evaluates a step; a run resumed from it evaluates the step again. The
+defaults are the recipe for GPT-2 124M on 10B tokens.
 
 When it does not help: measuring speed. The printed step times do not include the evaluations.
 

@@ -108,12 +108,12 @@ def since(rung, end=None, among=SCRIPTS):
     """The script `rung`, given by number or file, and those built on it, without `end` and those built on `end`."""
     first, last = (SCRIPTS[which] if isinstance(which, int) else which for which in (rung, end))
 
-    def stands_on(script, base):
+    def builds_on(script, base):
         while script and script != base:
             script = RUNGS[script].before
         return script is not None
 
-    return [script for script in among if stands_on(script, first) and not (last and stands_on(script, last))]
+    return [script for script in among if builds_on(script, first) and not (last and builds_on(script, last))]
 
 
 def versions(*definitions, among=SCRIPTS):

@@ -5,8 +5,8 @@
 The run trains nano with two ranks under torchrun (--ranks 1: with one) on the CPU, or on a GPU with --device cuda. It
 saves every 3 steps. Each kill comes after up to 6 new steps; about a third of the kills then also wait for a save to
 begin. A resumed run must start from the last finished save. At the end, the losses of all steps and the weights must
-equal those of the uninterrupted run, bit for bit. On a GPU, where the order of atomic additions varies, small differences
-are allowed; a lost step would make larger ones.
+match the uninterrupted run bit for bit. On a GPU, where the order of atomic additions varies, small differences are
+allowed; a lost step would make larger ones.
 """
 
 import argparse

@@ -42,7 +42,7 @@ def test_a_step_whose_gradient_overflows_is_skipped_and_said(monkeypatch):
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(left[1], left[2], strict=True))
 
 
-def test_a_scale_that_grows_is_no_skipped_step(monkeypatch):
+def test_a_growing_scale_is_not_a_skipped_step(monkeypatch):
     """A growing scale is not reported as a skipped step. It doubles after 2,000 good steps by default; here after 2."""
     monkeypatch.setattr(
         torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=1024.0, growth_interval=2)

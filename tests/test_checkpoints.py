@@ -115,7 +115,7 @@ def test_a_checkpoint_holds_all_that_the_training_is(tmp_path, script):
 
 
 @pytest.mark.parametrize("other", since(7))
-def test_the_weights_are_those_of_the_run_in_every_script_of_this_shape(saved, undisturbed, other):
+def test_every_script_of_this_shape_loads_the_weights_of_the_run(saved, undisturbed, other):
     model = nano(other)
     model.load_state_dict(torch.load(saved / "step_00000006.pt", weights_only=True)["model"])
     assert all(torch.equal(p, undisturbed[6].before[name]) for name, p in model.named_parameters())
@@ -143,7 +143,7 @@ def full_disk():
 
 
 @pytest.mark.parametrize("script", WEIGHTS)
-def test_save_writes_all_of_it_or_nothing_and_says_so_before_training_if_it_can(tmp_path, script, refused, monkeypatch):
+def test_save_writes_a_whole_file_or_fails_before_training_if_it_can(tmp_path, script, refused, monkeypatch):
     words = "--device", "cpu", *SIZES, "--steps", 2, *SCHEDULE * (script == TRAIN)
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")  # not a regular file, like /dev/null
@@ -166,7 +166,7 @@ def test_save_writes_all_of_it_or_nothing_and_says_so_before_training_if_it_can(
 
 
 @pytest.mark.parametrize("script", SAVING)
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(saved, undisturbed, tmp_path, script):
+def test_a_resumed_run_matches_an_uninterrupted_run_bit_for_bit(saved, undisturbed, tmp_path, script):
     log = tmp_path / "log.jsonl"
     steps = train(8, "--checkpoint-dir", saved, "--resume", "--log-file", log.name, "--save-every", 3, script=script)
     assert curve(steps) == curve(undisturbed)[6:]
@@ -190,7 +190,7 @@ def test_no_step_draws_a_random_number(script):
     assert len(states) == 3 and torch.equal(states[0], states[2])
 
 
-def test_other_micro_batches_go_on_with_the_same_text(saved, undisturbed):
+def test_other_micro_batches_continue_with_the_same_text(saved, undisturbed):
     (step, _) = train(8, "--checkpoint-dir", saved, "--resume", "--batch-size", 4)
     assert float(step.printed["loss"]) == pytest.approx(float(undisturbed[6].printed["loss"]), abs=1e-4)
 
@@ -202,7 +202,7 @@ def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(undistu
     assert [record["step"] for record in records(tmp_path / "log.jsonl")] == list(range(8))
 
 
-def test_a_resumed_run_says_where_it_goes_on_and_on_what_schedule(saved, script):
+def test_a_resumed_run_prints_its_step_and_schedule(saved, script):
     def said(steps, folder=saved):
         printed = play(script, *SIZES, "--steps", steps, "--checkpoint-dir", folder, "--resume")
         return printed.split("compiling: the first step takes about a minute\n")[1].splitlines()
@@ -372,7 +372,7 @@ def test_model_and_init_from_are_told_apart(saved, tmp_path):
         watch(LONG, *words, "--init-from", "other", "--steps", 8, "--checkpoint-dir", "new", "--resume")
 
 
-def test_a_signal_in_the_last_step_is_no_reason_not_to_end_well(tmp_path, monkeypatch):
+def test_a_signal_in_the_last_step_still_ends_the_run_normally(tmp_path, monkeypatch):
     monkeypatch.setattr(load(LONG), "told_to_stop", lambda *args: True)
     assert len(train(1, "--checkpoint-dir", tmp_path / "saved", "--save", tmp_path / "weights.pt")) == 1
     assert names(tmp_path) == ["saved", "weights.pt"]
@@ -448,7 +448,7 @@ def test_a_signal_ends_a_run_of_its_own_and_saves_it(tmp_path, number):
     assert f"saved {tmp_path / 'saved'}/step_{len(steps):08d}.pt\n" in lines
 
 
-def test_a_kill_while_saving_costs_that_checkpoint_alone(saved, undisturbed, tmp_path, monkeypatch):
+def test_a_kill_while_saving_loses_only_that_checkpoint(saved, undisturbed, tmp_path, monkeypatch):
     at_the_kill = tmp_path / "at the kill"
 
     def cut(state, file):
@@ -500,7 +500,7 @@ def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, script)
 
 
 @pytest.mark.parametrize("script", versions("main", among=SAVING))
-def test_the_time_left_is_that_of_the_steps_to_come_and_compilation_does_not_count(monkeypatch, script):
+def test_the_time_left_covers_the_remaining_steps_without_compilation(monkeypatch, script):
     reads = [1000, 1600]  # the first step compiles for 10 minutes; each later step takes 30 seconds
     clock = iter([*reads, *range(2000, 9000, 30)])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))

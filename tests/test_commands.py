@@ -17,7 +17,7 @@ from conftest import EAGER, ROOT, SCRIPTS, play, press_ctrl_c_at
 FOLDERS = "branches pretrain measure dev docs".split()
 PROGRAMS = "make python uv pip torchrun git source tensorboard ghp-import apt nvidia-smi code cp printf".split()
 
-# Commands that test_a_command_works_as_it_stands does not run, by reason. It runs every other command that is found.
+# Commands that test_a_command_works_as_written does not run, by reason. It runs every other command that is found.
 NOT_RUN = {
     "it is part of a sentence, not a whole command": [
         "git diff",
@@ -202,7 +202,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUN)
-def test_a_command_works_as_it_stands(command, clone, trained):
+def test_a_command_works_as_written(command, clone, trained):
     before = [text for pattern, text in BEFORE.items() if re.search(pattern, command)]
     script = "\n".join(["set -e", "source .venv/bin/activate", *before, command])
     env = {"HOME": str(clone.parent), "PYTHONPATH": str(ROOT / "tests" / "offline"), "CUDA_VISIBLE_DEVICES": ""}

@@ -104,7 +104,7 @@ def test_no_document_is_lost_or_written_twice(shard, files, tokens, tmp_path, ki
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all.jsonl", "*.parquet"])
-def test_a_killed_run_goes_on_to_the_same_shards(files, tmp_path, kind):
+def test_a_killed_run_completes_the_same_shards(files, tmp_path, kind):
     """After SIGKILL early and late in its work, the same command completes the shards of an uninterrupted run."""
     out = tmp_path / "shards"
     inputs = sorted(files.glob(kind)) * 3  # otherwise it might end before it is killed
@@ -296,7 +296,7 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
 
 
 @pytest.mark.parametrize("names", [["x_train_1", "x_train_2"], ["x_val_0"], ["x_val_0", "x_train_1", "y_values_2"], []])
-def test_shards_whose_names_do_not_say_what_they_are_for_are_refused(names, tmp_path, refused):
+def test_shards_without_train_or_val_in_their_names_are_refused(names, tmp_path, refused):
     for name in names:
         write_shard(tmp_path / f"{name}.bin", np.arange(3000))
     words = "--data", tmp_path, "--steps", 1, "--total-batch-size", 512  # short, in case it is not refused

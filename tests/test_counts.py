@@ -50,7 +50,7 @@ def step():
 
 
 @pytest.mark.parametrize("number", EAGER + COMPILED)
-def test_the_flops_are_those_of_the_formula_but_for_what_is_named(number, step):
+def test_the_flops_match_the_formula_except_where_stated(number, step):
     config = counts.MODELS["nano"]
     L, C, V = config.n_layer, config.n_embd, config.vocab_size
     expected = B * T * roof.flops_per_token(config, T)
@@ -108,7 +108,7 @@ def test_the_loss_reads_a_log_probability_of_each_token_forward_and_none_backwar
     assert kernels["aten::nll_loss_backward"] == 4 + 6 * 8 + 4 + 6 * 50 * 4
 
 
-def test_a_table_is_read_where_it_is_looked_up_and_a_view_costs_nothing():
+def test_a_lookup_counts_only_its_rows_and_a_view_counts_nothing():
     table, ids = torch.zeros(1000, 8), torch.zeros(2, 3, dtype=torch.int64)
     (kernel,) = listed(lambda: F.embedding(ids, table).view(6, 8).t()[1:])
     assert kernel.bytes == 6 * 8 + 2 * (6 * 8 * 4)
@@ -288,7 +288,7 @@ def test_the_picture_has_the_three_counts_of_every_rung_and_apart_from_them_what
 
 
 @pytest.mark.parametrize("number", EAGER + COMPILED)
-def test_the_committed_counts_are_those_of_the_scripts(number):
+def test_the_committed_counts_match_the_scripts(number):
     """A new count matches results/counts.json. Skipped with another torch version, whose counts may differ."""
     data = json.loads((ROOT / "results" / "counts.json").read_text())
     if data["torch"] != torch.__version__.partition("+")[0]:

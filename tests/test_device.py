@@ -127,7 +127,7 @@ def nvml(monkeypatch):
     return state
 
 
-def test_the_clock_and_the_power_are_those_of_the_gpu_that_is_measured(nvml):
+def test_clock_and_power_are_read_from_the_measured_gpu(nvml):
     with made_up_gpu():
         gpu = gauge.find_gpu(machine.describe(torch.device("cuda"))["gpu_id"])
     assert gpu == "GPU-1234-5678" and gauge.find_gpu(None) is None
@@ -165,7 +165,7 @@ def test_a_machine_that_computes_something_else_is_busy():
         assert any(gauge.busy(None) for _ in range(20))
 
 
-def test_the_peak_in_tf32_is_not_that_of_plain_float32(monkeypatch):
+def test_the_tf32_peak_is_not_measured_in_float32(monkeypatch):
     cpu = torch.device("cpu")
     with pytest.raises(RuntimeError, match="plain float32"):  # a CPU has no TF32
         roof.multiply("tf32", (16, 16, 16), cpu)
@@ -334,7 +334,7 @@ def test_the_attention_kernel_is_named(names, ran):
     assert kernels.attention(names) == ran
 
 
-def test_a_trace_of_a_gpu_without_kernels_is_no_profile():
+def test_a_gpu_trace_without_kernels_is_not_a_profile():
     step = [span("ProfilerStep#5", 0, 10_000, "user_annotation"), span("aten::mm", 1000, 2000)]
     with pytest.raises(ValueError, match="recorded no kernels"):
         kernels.grouped(*kernels.in_steps(step), gpu=True)

@@ -251,7 +251,7 @@ def test_the_front_page_is_the_readme(soup):
     assert len(page.select("table")) == len(re.findall(r"^\| ---", readme, re.MULTILINE)) == 2
 
 
-def test_no_page_says_what_is_only_for_github(soup):
+def test_no_page_shows_the_note_for_github(soup):
     assert not [page for page in [*SIDE_PAGES, *RUNG_PAGES] if "On GitHub this page lacks" in soup(page).text]
 
 
@@ -402,7 +402,7 @@ def add_rung(root):
 
 
 @pytest.mark.slow
-def test_a_gpus_result_comes_first_also_where_runs_failed_and_there_is_no_roof(made_up):
+def test_a_gpus_result_comes_first_also_with_failed_runs_and_no_peak(made_up):
     folder, data = made_up
     pages = [BeautifulSoup((folder / page).read_text(encoding="utf-8"), "html.parser") for page in RUNG_PAGES]
     assert [result["data-result"] for result in pages[0].select(".result")] == ["made-up", *RESULTS]
@@ -592,7 +592,7 @@ def test_the_switch_shows_a_diff_side_by_side_and_is_remembered(tab, base, width
 
 @browsing
 @pytest.mark.parametrize("script", [6, 11, 12])
-def test_lines_stand_beside_their_partners(tab, base, script):
+def test_paired_lines_are_side_by_side(tab, base, script):
     tab.goto(base + docs.page(SCRIPTS[script]))
     tab.get_by_text("side by side", exact=True).click()
     tops = tab.evaluate(

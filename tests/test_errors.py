@@ -167,7 +167,7 @@ def test_out_of_memory_is_one_line_wherever_it_comes_from(script, source, monkey
 @pytest.mark.usefixtures("no_evaluation")
 @pytest.mark.parametrize("source", ["the allocator", "cuBLAS", None])
 @pytest.mark.parametrize("script", ["speedup_05_compile.py", "ddp_run.py"])
-def test_out_of_memory_in_the_compiler_is_no_failure_of_it(script, source, monkeypatch):
+def test_out_of_memory_in_the_compiler_is_reported_as_out_of_memory(script, source, monkeypatch):
     """Running out of memory while compiling is reported as such, other errors as failures of torch.compile.
 
     Inductor tries kernels on the GPU and raises their errors as compiler errors.

@@ -85,7 +85,7 @@ def test_a_file_of_save_is_read_too(tmp_path, name):
     assert model.config == config
 
 
-def test_the_number_of_heads_is_that_of_the_model_as_wide():
+def test_the_number_of_heads_follows_from_the_width():
     """The number of heads, which a state dict lacks, follows from the width. For unlisted widths, heads are 64 wide."""
     script = load(LONG)
     configs = [*script.MODELS.values(), script.GPTConfig(n_layer=6), script.GPTConfig(n_layer=2, n_head=8, n_embd=512)]

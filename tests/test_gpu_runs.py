@@ -8,7 +8,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("script", since(LONG))
-def test_a_run_goes_on_from_its_checkpoint(run, tmp_path, script, measured):
+def test_a_run_resumes_from_its_checkpoint(run, tmp_path, script, measured):
     words = script, "--steps", 6, "--total-batch-size", 8192, "--save-every", 4, "--checkpoint-dir", tmp_path
 
     def count():

@@ -70,7 +70,7 @@ def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
 
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
-def test_the_score_is_that_of_one_text_at_a_time(tmp_path):
+def test_the_score_matches_one_text_at_a_time(tmp_path):
     """A random model's score follows the definition, applied to one text at a time, without padding or compiler."""
     rng = np.random.default_rng(0)
     words = (ROOT / "input.txt").read_text(encoding="utf-8").split()
@@ -131,7 +131,7 @@ WRONG_EXAMPLE = {
 
 
 @pytest.mark.parametrize("case", WRONG_EXAMPLE)
-def test_what_is_no_example_is_one_line(case, tmp_path):
+def test_an_invalid_example_is_refused_in_one_line(case, tmp_path):
     line, pattern = WRONG_EXAMPLE[case]
     (tmp_path / "x.jsonl").write_text(example(["a", "b", "c", "d"], 2) + line + "\n" if line else "")
     with pytest.raises(ValueError, match=pattern):

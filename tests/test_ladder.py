@@ -128,7 +128,7 @@ def test_its_docstring_names_the_diff_and_how_to_start_it(script):
 
 
 @pytest.mark.parametrize("script", DIFFS)
-def test_its_docstring_says_what_kind_of_idea_it_is_and_when_it_does_not_help(script):
+def test_its_docstring_gives_its_kind_and_when_it_does_not_help(script):
     idea, *rest = ast.get_docstring(ast.parse(source(script))).splitlines()
     assert (f" ({RUNGS[script].kind}): " in idea) == bool(RUNGS[script].kind)
     assert any(line.startswith("When it does not help: ") for line in rest)
@@ -296,7 +296,7 @@ def test_the_ladder_has_the_twelve_files_that_people_type():
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_is_short_and_stands_alone(script):
+def test_a_script_is_short_and_runs_alone(script):
     source = (ROOT / script).read_text(encoding="utf-8")
     most = 320 if script.startswith(("baseline", "speedup")) else 380 if script == "ddp_run.py" else 490
     assert len(source.splitlines()) <= most

@@ -117,7 +117,7 @@ def test_the_site_and_the_measuring_do_without_the_tests_and_the_folders_above_t
         assert done.returncode == 0 or "kernels.py: error: --help: there is no such script" in done.stderr, done.stderr
 
 
-def test_every_folder_says_in_a_screen_what_it_is_for(tracked):
+def test_every_folder_has_a_readme_of_one_screen(tracked):
     folders = {part(file) for file in tracked} - {LADDER, "results"}
     for folder in sorted(name for name in folders if not name.startswith(".")):
         lines = (ROOT / folder / "README.md").read_text(encoding="utf-8").splitlines()

@@ -87,7 +87,7 @@ def test_a_log_is_read_as_printed():
     assert run == known | {"error": None}
 
 
-def test_the_steps_that_count_are_those_of_the_scripts():
+def test_the_median_covers_the_same_steps_as_in_the_scripts():
     assert record.steady(list(range(20))) == list(range(10, 20))
     assert record.steady(list(range(50))) == list(range(10, 50))
     assert record.steady(list(range(19))) == list(range(9, 19))
@@ -113,7 +113,7 @@ def test_known_times_give_known_medians_ratios_and_shares():
     assert b["roof_share"] == pytest.approx(0.4096, rel=1e-3)
 
 
-def test_a_ratio_is_taken_within_a_pass_and_its_spread_is_that_of_the_passes():
+def test_a_ratio_is_taken_within_a_pass_and_its_spread_over_the_passes():
     # In the second pass, the machine is half as fast. Compared across passes, b would seem 1 to 4 times as fast as a.
     slower = [2 * ms for ms in SLOW], [2 * ms for ms in FAST]
     data = measurement(made("a", [SLOW, slower[0], SLOW]), made("b", [FAST, slower[1], [40.0] * 20], before="a"))
@@ -129,7 +129,7 @@ def test_a_pass_that_failed_is_left_out_of_both_sides():
     assert "a pass failed" in render.summary(data)
 
 
-def test_a_rung_that_fails_is_a_row_that_says_why():
+def test_a_failed_rung_is_a_row_with_its_error():
     errors = [(0, "warning\nb.py: error: out of memory with B 4 and T 128: lower --batch-size\n")]
     data = measurement(made("a", [SLOW]), made("b", [[]], "a", errors=errors), made("c", [FAST], "b"))
     a, b, c = data["rows"]
@@ -300,7 +300,7 @@ def test_a_peers_step_is_timed_with_its_batch(peer, watched):
 
 
 @pytest.mark.parametrize("peer, fast", [("plain", False), ("compiled", True), ("trainer", True)])
-def test_a_peer_is_compiled_and_in_bf16_if_it_says_so(peer, fast, watched):
+def test_a_peer_named_compiled_bf16_is_compiled_and_in_bf16(peer, fast, watched):
     events, dtypes = watched(peer)
     assert events.count("compile") == int(fast)
     assert dtypes == 3 * [torch.bfloat16 if fast else torch.float32]
@@ -337,7 +337,7 @@ def test_a_peer_leaves_out_what_a_gpu_only_emulates_as_rung_10_does(peer, capabi
 @pytest.mark.parametrize(
     "words", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "CUDA out of memory. Tried to"]
 )
-def test_a_peer_that_is_out_of_memory_says_so_in_a_line(words, monkeypatch, capsys):
+def test_a_peer_out_of_memory_prints_one_line(words, monkeypatch, capsys):
     peers = load("measure/peers.py")
 
     def fail(*args):
@@ -527,7 +527,7 @@ def test_all_failing_is_a_failure_after_one_pass(made_up):
 @pytest.mark.parametrize(
     "sent, status", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(made_up, sent, status):
+def test_ctrl_c_keeps_the_measurements_and_the_same_command_continues(made_up, sent, status):
     (made_up.folder / "b.py.slow").touch()
     words = [sys.executable, "measure/measure.py", "--model", "nano", "--steps", "4"]
     child = subprocess.Popen(words, cwd=made_up.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -631,7 +631,7 @@ def alike(data):
 EVERYTHING = "--only 05 --repeat 2 --peers --profile --batches --fit".split()
 
 
-def test_a_measurement_that_was_cut_and_moved_to_other_hosts_is_that_of_one_go(in_process, tmp_path):
+def test_a_measurement_interrupted_and_moved_to_other_hosts_is_complete(in_process, tmp_path):
     whole = in_process.call(*EVERYTHING, out=tmp_path / "whole")
     runs = len(in_process.state.ran)
     assert whole["complete"] and len(whole["hosts"]) == 1 and runs > 40
@@ -666,7 +666,7 @@ def test_on_hosts_that_are_always_new_every_pass_comes_to_its_end(in_process):
     assert data["complete"] and data["rows"][-1]["over_before"]
 
 
-def test_the_same_host_goes_on_where_it_was(in_process):
+def test_the_same_host_continues_where_it_stopped(in_process):
     in_process.call("--repeat", 2, cut=5)
     data = in_process.call("--repeat", 2)
     assert len(data["hosts"]) == 1 and data["complete"] and len(in_process.state.ran) == 24 - 5
@@ -867,7 +867,7 @@ def shown(figure):
     return axes.get_xlabel(), lines or bars
 
 
-def test_a_table_says_what_it_takes_to_believe_it():
+def test_a_table_shows_its_conditions():
     data = measurement(made("a.py", [SLOW]), made("b.py", [FAST], "a.py"), bf16=0.5)
     data["machine"] |= {"device": "cuda", "name": "NVIDIA H200", "cuda": "13.0", "torch": "2.11", "threads": None}
     data["hosts"][0] |= {"device_memory_gib": 139.8, "driver": "580", "cudnn": 91501}

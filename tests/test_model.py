@@ -178,7 +178,7 @@ def ids():
 
 
 @pytest.mark.parametrize("script", LOADED)
-def test_the_logits_are_those_of_transformers(script, checkpoint, ids):
+def test_the_logits_match_transformers(script, checkpoint, ids):
     folder, theirs = checkpoint
     ours = load(script).GPT.from_pretrained(folder)
     with torch.no_grad():

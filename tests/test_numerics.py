@@ -68,7 +68,7 @@ COMPILING = pytest.param(SCRIPTS[5], marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("script", [COMPILING if script == SCRIPTS[5] else script for script in since(1)])
-def test_the_first_step_is_that_of_the_rung_before_in_float32(script, steps):
+def test_the_first_step_matches_the_previous_rung_in_float32(script, steps):
     """Logits, loss and gradients match within 1e-5, except that three ideas change one of them by a known amount."""
     compiled = script == SCRIPTS[5]
     before = steps(RUNGS[script].before, autocast=False)[0]
@@ -109,7 +109,7 @@ def is_as_precise(step, exact, dtype, spacing):
 
 
 @pytest.mark.parametrize("script", since(1, 7))
-def test_the_error_is_that_of_the_precision(script, steps, exact):
+def test_the_error_matches_the_precision(script, steps, exact):
     precision = (torch.bfloat16, BF16) if script in since(3) else (torch.float32, FLOAT32)
     precision = (torch.float16, FP16_SPACING) if script == FP16 else precision
     is_as_precise(steps(script, number=1)[0], exact, *precision)
@@ -130,7 +130,7 @@ def test_a_cpu_that_emulates_bf16_computes_in_float32(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("script", since(1, 7))
-def test_the_error_is_that_of_the_precision_on_a_gpu(script, steps, exact, measured):
+def test_the_error_matches_the_precision_on_a_gpu(script, steps, exact, measured):
     if script == FP16:
         precision = torch.float16, FP16_SPACING
     elif torch.cuda.get_device_capability() < (8, 0):
@@ -171,17 +171,17 @@ def adamw(steps, settings):
 
 @pytest.mark.parametrize("script", versions("main", "GPT.configure_optimizers", among=list(RUNGS)))
 def test_the_weights_move_as_the_equations_of_adamw_say(script, steps):
-    def stands_on(rung):
+    def builds_on(rung):
         return script in since(rung, among=list(RUNGS))
 
     def settings(t, dimensions):
-        lr = 6e-4 * t / 10 if stands_on(9) else 3e-4  # the first steps of the warm-up
-        betas = (0.9, 0.95) if stands_on(8) else (0.9, 0.999)
-        decay = (0.1 if dimensions == 2 else 0.0) if stands_on(10) else 0.01
+        lr = 6e-4 * t / 10 if builds_on(9) else 3e-4  # the first steps of the warm-up
+        betas = (0.9, 0.95) if builds_on(8) else (0.9, 0.999)
+        decay = (0.1 if dimensions == 2 else 0.0) if builds_on(10) else 0.01
         return lr, betas, decay
 
     run = steps(script, autocast=False)
-    assert {bool(group["fused"]) for step in run for group in step.groups} == {stands_on(10)}
+    assert {bool(group["fused"]) for step in run for group in step.groups} == {builds_on(10)}
     for step, expected in zip(run, adamw(run, settings), strict=True):
         for name, p in step.after.items():
             np.testing.assert_allclose(p.numpy(), expected[name], rtol=2**-22, atol=1e-9, err_msg=name)
@@ -204,7 +204,7 @@ def test_fused_adamw_moves_the_weights_as_the_plain_one_does(steps):
 
 
 @pytest.mark.slow
-def test_ten_compiled_steps_are_those_of_eager(steps):
+def test_ten_compiled_steps_match_eager(steps):
     def seen(name, p):
         """Leave out the keys' bias. Softmax cancels it, but AdamW turns its gradient's rounding into full steps."""
         return torch.cat([p[:32], p[64:]]) if name.endswith("c_attn.bias") else p

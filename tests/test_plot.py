@@ -23,7 +23,7 @@ def shown(runs):
     return curves, axes.get_ylim()[1]
 
 
-def test_training_and_validation_stand_under_their_own_names(tmp_path):
+def test_training_and_validation_curves_have_their_own_names(tmp_path):
     log = write(tmp_path / "a.jsonl", [10.0, 9.0, 6.0, 4.0], [(0, 11.0), (2, 7.0), (4, 8.0)])
     curves, top = shown({"a": plot.read(log)})
     assert curves == {
@@ -39,7 +39,7 @@ def test_a_long_run_is_shown_as_means(tmp_path):
     assert curves == {"a, training, mean of 5 steps": ([5 * n + 2 for n in range(200)], [2] * 200)}
 
 
-def test_several_runs_stand_over_each_other_in_their_own_colours(tmp_path):
+def test_several_runs_are_drawn_in_their_own_colours(tmp_path):
     runs = {name: plot.read(write(tmp_path / name, [loss, 3.0], [(1, 4.0)])) for name, loss in (("a", 5.0), ("b", 6.0))}
     curves, _ = shown(runs)
     assert [curves[f"{name}, training"][1] for name in "ab"] == [[5, 3], [6, 3]]
@@ -72,7 +72,7 @@ def test_a_log_from_anywhere_becomes_a_picture(run, tmp_path):
         ("list.jsonl", "[1]\n", "no line has"),
     ],
 )
-def test_what_is_no_log_is_refused_in_one_line(refused, tmp_path, name, text, says):
+def test_a_file_that_is_not_a_log_is_refused_in_one_line(refused, tmp_path, name, text, says):
     if text:
         (tmp_path / name).write_text(text)
     refused("measure/plot.py", tmp_path / name, says=f".*{says}")

@@ -25,7 +25,7 @@ from test_corpus import TRAIN, encode, train
 from test_hellaswag import write_questions
 
 
-def test_the_training_step_is_that_of_ddp_run(monkeypatch, tmp_path):
+def test_the_training_step_matches_ddp_run(monkeypatch, tmp_path):
     """From the same weights and batch, the logits, loss, gradients and updated weights are equal bit for bit."""
     monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES)
     monkeypatch.setattr(train, "count_right", None)
@@ -109,7 +109,7 @@ def test_what_a_run_prints_and_logs(undisturbed, text):
 
 
 @pytest.mark.slow
-def test_the_scores_are_those_of_the_saved_weights(undisturbed, text):
+def test_the_saved_weights_reproduce_the_scores(undisturbed, text):
     """Each logged validation loss matches the weights saved at the same step."""
     _, folder = undisturbed
     loader = train.DataLoaderLite(text, 8, 64)
@@ -155,7 +155,7 @@ def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("option, default, other", [("--seed", 1337, 7), ("--warmup-steps", 715, 20)])
-def test_a_run_goes_on_with_the_same_batches_and_rates_or_not_at_all(
+def test_a_run_resumes_with_the_same_batches_and_rates_or_is_refused(
     monkeypatch, tmp_path, refused, option, default, other
 ):
     monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES)
@@ -333,7 +333,7 @@ def test_everything_stays_compiled(run, small, arguments, tmp_path, ranks):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [None, 1])
-def test_a_run_on_a_gpu_evaluates_and_goes_on(run, arguments, tmp_path, ranks, measured):
+def test_a_run_on_a_gpu_evaluates_and_continues(run, arguments, tmp_path, ranks, measured):
     paths = ["--checkpoint-dir", tmp_path / "ck", "--resume"]
     done = run(TRAIN, *arguments, *paths, "--model", "nano", "--steps", 6, torchrun=ranks)
     assert done.returncode == 0, done.stderr

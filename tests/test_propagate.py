@@ -77,7 +77,7 @@ def test_down_reaches_the_earlier_files_as_well(clone):
     assert clone.texts() == {script: text.replace(*SHARED) for script, text in before.items()}
 
 
-def test_check_says_who_lags_behind_and_changes_nothing(clone):
+def test_check_lists_outdated_files_and_changes_nothing(clone):
     clone.edit("speedup_08_adamw_clip.py", *SHARED)
     clone.edit("speedup_09_cosine_lr.py", *SHARED)
     before = clone.texts()
@@ -90,7 +90,7 @@ def test_check_says_who_lags_behind_and_changes_nothing(clone):
     assert clone.propagate("--check", "speedup_08_adamw_clip.py").returncode == 0
 
 
-def test_what_stands_on_a_conflict_waits_and_goes_on_from_there(clone):
+def test_files_above_a_conflict_wait_and_continue_after_it(clone):
     before = clone.texts()
     clone.edit("baseline.py", *GONE)
     clone.edit("baseline.py", *SHARED)
@@ -224,7 +224,7 @@ def test_the_idea_of_a_new_rung_reaches_the_files_above_it(clone):
     assert clone.texts() == before | {script: before[script].replace(old, new) for script in above}
 
 
-def test_nothing_stands_on_the_last_file(clone):
+def test_no_file_builds_on_the_last_one(clone):
     last = SCRIPTS[-1]
     clone.edit(last, *SHARED)
     done = clone.propagate(last)

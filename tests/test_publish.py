@@ -48,7 +48,7 @@ def test_each_part_is_in_a_file_and_each_comment_has_a_part():
     assert sorted(named) == sorted(written())
 
 
-def test_the_pages_and_their_figures_are_those_of_the_results(tmp_path):
+def test_the_pages_and_their_figures_match_the_results(tmp_path):
     shown = [
         f"results/{name}"
         for name in re.findall(r"`results/([^/`]+)/` contains", (ROOT / "docs/pages/results.md").read_text())
@@ -118,7 +118,7 @@ def test_reading_takes_a_minute_for_200_words_and_3_seconds_for_a_changed_line(t
     assert publish.minutes(rung) == 1
 
 
-def test_the_share_of_a_card_is_that_of_its_data_sheet():
+def test_mfu_uses_the_peak_in_the_data_sheet():
     page = block("speeds")
     flops = 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024  # per token
     peaks = {"T4": 65, "L4": 121, "RTX 4090": 165.2, "RTX 5090": 209.5, "A100": 312, "H100": 989, "H200": 989}
@@ -148,7 +148,7 @@ def as_gpu():
     return data
 
 
-def test_a_gpus_result_is_the_first_picture_and_stands_beside_the_floor_of_its_own_roof():
+def test_a_gpus_result_is_the_first_picture_beside_the_floor_of_its_own_peak():
     data = as_gpu()
     texts, figures = publish.parts({"made-up": data} | render.newest())
     assert "pages/img/made-up-tokens.svg)" in texts["picture"] and "made-up-tokens" in figures
@@ -202,7 +202,7 @@ def test_one_pass_has_no_range():
     assert publish.over({"median": 1.25, "low": 1.25, "high": 1.25}) == "1.25×" and publish.over(None) == ""
 
 
-def test_a_gpu_on_which_no_script_ran_is_no_picture():
+def test_a_gpu_on_which_no_script_ran_has_no_picture():
     gpu = as_gpu()
     for row in gpu["rows"]:
         row["error"], row["profile"] = "out of memory", None

@@ -152,7 +152,7 @@ def calm(run, small):
 
 
 @pytest.mark.slow
-def test_slices_train_as_the_whole_does_and_either_goes_on_from_the_other(run, small, calm, tmp_path):
+def test_shards_train_like_the_whole_model_and_either_resumes_the_other(run, small, calm, tmp_path):
     """Sharded training on two ranks has the losses of unsharded training, and each resumes from the other's checkpoint.
 
     All use bf16 if the CPU has it. The first sharded run is compiled.
@@ -196,7 +196,7 @@ def faulty(tmp_path, run, small):
         ("raise ValueError('a bad batch')", "a bad batch"),
     ],
 )
-def test_a_rank_that_fails_takes_the_others_with_it_and_is_named(faulty, tmp_path, fault, cause):
+def test_a_failing_rank_stops_the_others_and_is_named(faulty, tmp_path, fault, cause):
     done = faulty(fault, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved")
     assert done.returncode != 0
     lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
@@ -209,7 +209,7 @@ def test_a_rank_that_fails_takes_the_others_with_it_and_is_named(faulty, tmp_pat
 
 
 @pytest.mark.slow
-def test_max_restarts_goes_on_from_the_newest_checkpoint(faulty, calm, tmp_path):
+def test_max_restarts_resumes_from_the_newest_checkpoint(faulty, calm, tmp_path):
     saving = "--checkpoint-dir", tmp_path / "saved", "--save-every", 2, "--resume", "--log-file", tmp_path / "log.jsonl"
     done = faulty("os.kill(os.getpid(), signal.SIGKILL)", "--steps", 8, *saving, restarts=1)
     assert done.returncode == 0, done.stderr
@@ -297,7 +297,7 @@ def agents(small, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_machines_train_as_one_and_stop_and_go_on_together(calm, agents, tmp_path):
+def test_two_machines_train_stop_and_resume_as_one(calm, agents, tmp_path):
     both = agents("--steps", 8)
     texts = [agent.communicate(timeout=200)[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], texts

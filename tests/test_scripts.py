@@ -95,7 +95,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(printed, script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_lines_are_those_of_the_contract(printed, script):
+def test_the_printed_lines_follow_the_contract(printed, script):
     lines = printed(script).splitlines()
     B, T = (1, 32) if script == FP16 else (4, 128)  # 4 and 128 are nano's defaults
     tokens = B * T
@@ -139,7 +139,7 @@ def test_the_lines_are_those_of_the_contract(printed, script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_first_loss_is_that_of_a_guess_and_the_last_is_lower(printed, script):
+def test_the_first_loss_matches_a_uniform_guess_and_the_last_is_lower(printed, script):
     first, *_, last = losses(printed(script))
     assert first == pytest.approx(math.log(50257), abs=0.25)
     assert last < first - 0.1

@@ -97,7 +97,7 @@ def on_a_gpu():
 
 
 @pytest.mark.parametrize("script", LOOPS)
-def test_a_run_is_that_of_its_seed(script, recorded):
+def test_a_seed_fixes_the_run(script, recorded):
     runs = {1337: recorded(script)[0], 7: train(script, 2, "--seed", 7, total=64)}
     for seed, steps in runs.items():
         expected = dict(nano(script, seed).named_parameters())
@@ -452,7 +452,7 @@ def test_a_signal_to_one_rank_ends_all_in_the_same_step(script, tmp_path, monkey
 
 
 @pytest.mark.parametrize("script", RANKED)
-def test_each_rank_has_a_gpu_of_its_own_and_text_of_its_own_also_when_it_goes_on(script, tmp_path, monkeypatch):
+def test_each_rank_has_its_own_gpu_and_text_also_after_a_resume(script, tmp_path, monkeypatch):
     module, models, reads = load(script), [], []
     to, next_batch = module.GPT.to, module.DataLoaderLite.next_batch
 
@@ -480,7 +480,7 @@ def test_each_rank_has_a_gpu_of_its_own_and_text_of_its_own_also_when_it_goes_on
 
 
 @pytest.mark.parametrize("script", RANKED)
-def test_a_rank_for_which_there_is_no_gpu_is_refused(script, refused):
+def test_a_rank_without_a_gpu_is_refused(script, refused):
     with made_up_gpu(None, H100, H100), rank(2, world_size=4):
         refused(script, *SIZES, says="--device cuda:2: .* finds only cpu, cuda, cuda:0, cuda:1;")
 
