@@ -1,8 +1,8 @@
-"""Show what a script changes in the script before it:  python dev/diff.py 02   (make diff-02)
+"""Show the changes from the previous script to a script:  python dev/diff.py 02   (make diff-02)
 
-Prints the docstring of speedup_02_tf32.py, then git's diff of the code below the docstrings. On a terminal this is a
-coloured word diff, or a coloured line diff if the idea replaces several lines at once. In a file or a pipe it is a
-plain line diff.
+The example prints the docstring of speedup_02_tf32.py, and then git's diff of the code below the docstrings. On a
+terminal, the diff is a coloured word diff, or a coloured line diff if the script replaces several adjacent lines. In a
+file or a pipe, it is a plain line diff.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from ladder import ROOT, code_diff, read_ladder, split
 
 
 def show(rung):
-    """A rung's docstring and diff as text, with the line numbers of the files. Raises OSError, ValueError."""
+    """Return a rung's docstring and diff, with the line numbers of the files. Raises OSError or ValueError."""
     before, after = (split((ROOT / file).read_text(encoding="utf-8"))[0] for file in (rung.before, rung.file))
     old, new = before.count("\n"), after.count("\n")
     options = ["--color=never"]
@@ -36,7 +36,7 @@ def main():
     try:
         rungs = {rung.number: rung for rung in read_ladder() if rung.before}
         if name not in rungs:
-            raise ValueError(f"there is no rung {name}, only {', '.join(rungs)}")
+            raise ValueError(f"there is no rung {name}: expected one of {', '.join(rungs)}")
         text = show(rungs[name])
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))

@@ -1,4 +1,4 @@
-"""Reads ladder.toml, splits scripts into docstring and code, and counts the lines that each script changes."""
+"""Read ladder.toml, split scripts into docstring and code, and count the lines that each script changes."""
 
 import importlib
 import os
@@ -21,7 +21,7 @@ MARKS = re.compile("^(<<<<<<<|=======|>>>>>>>)( |$)", re.MULTILINE)  # git's con
 
 @dataclass(frozen=True)
 class Rung:
-    """A row of ladder.toml, which describes the fields. `before` is None only for the first script, baseline.py."""
+    """A row of ladder.toml. That file describes the fields. `before` is None only for baseline.py, the first script."""
 
     file: str
     title: str
@@ -41,7 +41,10 @@ class Rung:
 
 
 def read_toml(name):
-    """A TOML file as a dict. `name` is relative to the root. Raises OSError, or ValueError if the file is not TOML."""
+    """Return a TOML file as a dict. `name` is relative to the root of the repository.
+
+    Raises OSError, or ValueError if the file is not valid TOML.
+    """
     try:
         toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ImportError:
@@ -50,7 +53,7 @@ def read_toml(name):
 
 
 def read_ladder():
-    """The rungs in order. Raises ValueError for a row that breaks the rules in ladder.toml."""
+    """Return the rungs in order. Raises ValueError if a row breaks the rules in ladder.toml."""
     rungs, tables = {}, read_toml("ladder.toml")  # rungs by file
     if unknown := tables.keys() - set(PARTS):
         raise ValueError(f"ladder.toml: [[{min(unknown)}]]: the table must be one of {', '.join(PARTS)}")
@@ -58,13 +61,13 @@ def read_ladder():
         row = {"before": list(rungs)[-1] if part == "rung" and rungs else None, "kind": ""} | row
         try:
             if row["before"] not in (rungs or [None]):
-                raise ValueError(f"{row['before']}, the script before it, is not listed above it")
+                raise ValueError(f"its previous script, {row['before']}, is not listed above it")
             if row["file"] in rungs:
-                raise ValueError("it has two rows")
+                raise ValueError("it is listed twice")
             if rungs:
                 row = {"precision": rungs[row["before"]].precision} | row
                 if not (isinstance(row["touches"], list) and isinstance(row["limit"], int)):
-                    raise ValueError("touches must be a list and limit a number")
+                    raise ValueError("touches must be a list, and limit must be a number")
             for field, allowed in ("precision", PRECISIONS), ("kind", KINDS):
                 if row[field] not in allowed:
                     raise ValueError(f"{field} must be one of {', '.join(filter(None, allowed))}")
@@ -76,21 +79,22 @@ def read_ladder():
 
 @cache
 def title(script):
-    """What tables, plots and menus call a script: 05 torch.compile, for speedup_05_compile.py."""
+    """Return a script's name in tables, plots and menus, such as 05 torch.compile for speedup_05_compile.py."""
     (rung,) = (rung for rung in read_ladder() if rung.file == script)
     return f"{rung.number} {rung.title}" if rung.number.isdigit() else rung.title
 
 
 def split(source):
-    """(docstring, code) of a script. Diffs compare only the code, because each file has its own docstring."""
+    """Return (docstring, code) of a script. Diffs compare only the code, because each file has its own docstring."""
     head, mark, rest = source.partition('\n"""\n')
     return head + mark, rest
 
 
 def code_diff(before, after, *options, root=ROOT):
-    """The output of `git diff` for two scripts without their docstrings. Line numbers start after the docstring.
+    """Return the output of `git diff` for two scripts without their docstrings.
 
-    Raises ValueError for a script with conflict markers, which git would treat as code.
+    Line numbers start after the docstring. Raises ValueError if a script has conflict markers, because git would treat
+    them as code.
     """
     with tempfile.TemporaryDirectory() as folder:
         for script in (before, after):
@@ -105,7 +109,7 @@ def code_diff(before, after, *options, root=ROOT):
 
 
 def changed_lines(before, after, root=ROOT):
-    """(added, removed): the numbers of lines that git counts between two scripts, without docstrings."""
+    """Return git's counts of added and removed lines between two scripts, without docstrings."""
     printed = code_diff(before, after, "--numstat", root=root)
     added, removed = printed.split("\t")[:2] if printed else (0, 0)
     return int(added), int(removed)

@@ -4,10 +4,10 @@
     python dev/propagate.py --down speedup_03_bf16.py     into the earlier files as well
     python dev/propagate.py --check speedup_03_bf16.py    only list the files that lag behind
 
-The edit is the file's diff from HEAD. For a new file it is the diff from the script before it. A three-way merge
-carries the edit from each script to the adjacent ones, so each script keeps its own idea. A conflict in a script blocks
-only the scripts that build on it. Docstrings do not change, because each script has its own.
-The exit status is 0, or 1 if a file lags behind or has a conflict, or 2 for an error.
+The edit is the file's diff from HEAD. For a new file, it is the diff from the previous script. A three-way merge
+carries the edit from each script to the adjacent scripts, so each script keeps its own change. A conflict in a script
+blocks only the scripts that the edit would reach through it. Docstrings do not change, because each script has its own.
+The exit status is 1 if a file lags behind or has a conflict, 2 after an error, and otherwise 0.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from pathlib import Path
 
 from ladder import MARKS, ROOT, read_ladder, split
 
-OWN = "has uncommitted changes of its own (if an earlier run made them, git restore it and the files above it)"
+OWN = "has uncommitted changes of its own (if an earlier run made them, git restore all files that it changed)"
 SAYS = {  # state of a script that the edit reaches -> (message of --check, message of a run)
     "same": ("has it", "had it"),
     "clean": ("lags behind", "carried"),
     "conflict": ("lags behind, and will conflict", "CONFLICT, marked in the file"),
     "wait": ("lags behind", "blocked by a conflict"),
-    # With one of these states a run ends before it changes a file.
+    # If a script has one of these states, the run ends before it changes any file.
     "marked": ("has conflict markers", "still has conflict markers: resolve them, then propagate that file"),
     "mended": ("has lines of its own where the edit conflicts", OWN),
     "own": ("differs, and has uncommitted changes of its own", OWN),
@@ -34,9 +34,9 @@ SAYS = {  # state of a script that the edit reaches -> (message of --check, mess
 
 
 def git(*command):
-    """(git's output, its exit status). Raises ValueError with git's own message if git fails."""
+    """Run git and return (its output, its exit status). Raises ValueError with git's own message if git fails."""
     done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True)
-    if done.returncode > 127 or (done.returncode and command[0] != "merge-file"):  # its status counts conflicts
+    if done.returncode > 127 or (done.returncode and command[0] != "merge-file"):  # the number of conflicts
         raise ValueError(done.stderr.decode())
     return done.stdout.decode(), done.returncode
 
@@ -46,17 +46,17 @@ def is_new(script):
 
 
 def at_head(script, before):
-    """A script's code at HEAD. A new script counts as an edit of the script before it."""
+    """Return a script's code at HEAD. For a new script, this is the code of the previous script."""
     return split(git("show", f"HEAD:./{before[script] if is_new(script) else script}")[0])[1]
 
 
 def read(script):
-    """(docstring, code) of a script, with its line endings unchanged."""
+    """Return (docstring, code) of a script, with its line endings unchanged."""
     return split((ROOT / script).read_bytes().decode())
 
 
 def write(script, text):
-    """Write the whole file, or leave the old one if writing fails."""
+    """Replace a script's text. If writing fails, the old file stays intact."""
     path, new = ROOT / script, ROOT / f"{script}.propagate.tmp"
     try:
         new.write_bytes(text.encode())
@@ -67,7 +67,10 @@ def write(script, text):
 
 
 def merge(script, code, edit, *options):
-    """(a script's code after the merge, the number of conflicts). `edit` is (adjacent script, old code, new code)."""
+    """Merge an edit into a script's code and return (merged code, number of conflicts).
+
+    `edit` is (adjacent script, its old code, its new code).
+    """
     whose, *sides = edit
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, name) for name in ("ours", "base", "theirs")]
@@ -78,7 +81,7 @@ def merge(script, code, edit, *options):
 
 
 def plan(source, edit, before, down, came_from=None, waiting=False):
-    """Yields (adjacent script, script, its state, its code with the edit) for each script that the edit reaches."""
+    """Yield (adjacent script, script, state, merged code) for each script that the edit reaches."""
     neighbours = [before[source]] if down and before[source] else []
     neighbours += [script for script in before if before[script] == source]
     for script in neighbours:
@@ -90,7 +93,7 @@ def plan(source, edit, before, down, came_from=None, waiting=False):
             state = "marked"
         elif merged == now:
             state = "same"
-        elif now != head:  # mended: the committed code conflicts, and the rest of the edit is applied
+        elif now != head:  # mended: the edit conflicts with the committed code, and the rest of it is applied
             mended = merge(script, head, edit)[1] and merge(script, now, edit, "--ours")[0] == now
             state = "mended" if mended else "own"
         elif waiting:
@@ -104,9 +107,9 @@ def plan(source, edit, before, down, came_from=None, waiting=False):
 
 
 def propagate(name, down, check):
-    """Carry the edit of a script, or with `check` list the files that lag behind. Returns whether work remains.
+    """Carry a script's edit, or list the files that lag behind if `check` is set. Return whether work remains.
 
-    Raises OSError, ValueError.
+    Raises OSError or ValueError.
     """
     before = {rung.file: rung.before for rung in read_ladder()}
     file = name if name in before else Path(os.path.relpath(name, ROOT)).as_posix()
@@ -123,7 +126,7 @@ def propagate(name, down, check):
         return False
     steps = list(plan(file, (file, head, now), before, down))
     if not steps:
-        print(f"no script builds on {file}: nothing to carry the edit into")
+        print(f"no script builds on {file}: nothing to change")
     if check:
         for _, script, state, _ in steps:
             print(f"{script}: {SAYS[state][0]}")
@@ -151,7 +154,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
     parser.add_argument("file", metavar="FILE", help="a script of the ladder")
     parser.add_argument("--down", action="store_true", help="carry the edit into the earlier files as well")
-    parser.add_argument("--check", action="store_true", help="list the files that lag behind, and change nothing")
+    parser.add_argument("--check", action="store_true", help="only list the files that lag behind")
     args = parser.parse_args()
     try:
         sys.exit(propagate(args.file, args.down, args.check))

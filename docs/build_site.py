@@ -1,8 +1,8 @@
 """Build the site from the scripts, ladder.toml, results/ and docs/:  python docs/build_site.py   (make docs)
 
-docs/pages/ is handwritten Markdown. This program replaces each <!-- {{ ... }} --> (Jinja) in it with computed text,
-using the templates in docs/parts/. Zensical turns the result into HTML in docs/site/, which you can open from disk or
-serve.
+docs/pages/ contains handwritten Markdown. This program replaces each Jinja call in it, <!-- {{ ... }} -->, with
+computed text, using the templates in docs/parts/. Zensical then turns the result into HTML in docs/site/. You can open
+the site from disk or serve it.
 """
 
 import difflib
@@ -42,7 +42,7 @@ from measure import TEN  # noqa: E402
 DOCS, SITE = ROOT / "docs", ROOT / "docs" / "site"
 INK = matplotlib.rcParams["text.color"]
 WORD = re.compile(r"\w+| {4}|.")
-TOPICS = (  # of the mistakes, in the order in which their page lists them
+TOPICS = (  # topics of the mistakes, in the order in which the page lists them
     "Model and attention",
     "Initialization and weights",
     "Data",
@@ -55,12 +55,12 @@ TOPICS = (  # of the mistakes, in the order in which their page lists them
     "Peaks, profiles and plots",
     "Files and messages",
 )
-LATER = "<div>The diff of two scripts</div>"  # replaced with the diff after Zensical, which would parse it
+LATER = "<div>The diff of two scripts</div>"  # replaced after Zensical has run, because Zensical would parse the diff
 
 
 @dataclass
 class Line:
-    """A line of a diff: its sign, its number on each side (None if it is only on the other), its text and tokens."""
+    """A line of a diff. `old` and `new` are its numbers on the two sides, or None if a side lacks the line."""
 
     sign: str
     old: int | None
@@ -68,11 +68,11 @@ class Line:
     text: str
     tokens: tuple
     marked: frozenset = frozenset()  # positions of the characters that the paired line lacks
-    row: int = 0  # its row in the side-by-side view of its block
+    row: int = 0  # row within its block in the side-by-side view
 
 
 def page(script):
-    """The path of a script's page, relative to the root of the site."""
+    """Return the path of a script's page, relative to the root of the site."""
     return f"rungs/{Path(script).stem}.html"
 
 
@@ -86,7 +86,7 @@ def source(script):
 
 @cache
 def highlighted(source):
-    """Python source as a list of lines, each a tuple of (CSS class, text) pairs."""
+    """Return Python source as a list of lines, each a tuple of (CSS class, text) pairs."""
     lines = [[]]
     for kind, value in lex(source, PythonLexer(stripnl=False, ensurenl=False)):
         first, *others = value.split("\n")
@@ -97,7 +97,7 @@ def highlighted(source):
 
 @cache  # most lines appear in many diffs
 def paint(tokens, marked=frozenset()):
-    """A line's tokens as HTML, with the marked characters in separate spans."""
+    """Return a line's tokens as HTML, with the marked characters in separate spans."""
     html, start = Markup(), 0
     for css, text in tokens:
         for word, run in groupby(enumerate(text, start), key=lambda one: one[0] in marked):
@@ -110,7 +110,7 @@ def paint(tokens, marked=frozenset()):
 
 
 def pair(old, new):
-    """Pair removed with added lines, the most similar first, and give each line its row. A pair shares one row."""
+    """Pair removed lines with added lines, most similar first, and set each line's row. Paired lines share a row."""
     words = [[[word for word in WORD.findall(line.text) if word.strip()] for line in side] for side in (old, new)]
     alike = {
         (i, j): difflib.SequenceMatcher(None, gone, come, autojunk=False).ratio()
@@ -132,7 +132,7 @@ def pair(old, new):
 
 
 def mark(old, new):
-    """Mark the words in which two lines differ."""
+    """Mark the words that differ between two lines."""
     gone, come = (list(WORD.finditer(line.text)) for line in (old, new))
     texts = [[word[0] for word in words] for words in (gone, come)]
     first = len(os.path.commonprefix(texts))
@@ -145,7 +145,7 @@ def mark(old, new):
 
 
 def blocks(lines):
-    """Group lines into runs, changed or unchanged: [(whether it is changed, lines on the left, lines on the right)]."""
+    """Group lines into changed and unchanged blocks -> [(whether changed, lines on the left, lines on the right)]."""
     found = []
     for changed, run in groupby(lines, key=lambda line: line.sign != " "):
         run = list(run)
@@ -157,15 +157,16 @@ def blocks(lines):
 
 
 def read_diff(before, after):
-    """git's diff of two scripts as a dict: its header, the docstring's hunks ("folded"), the code's hunks ("shown").
+    """Return git's diff of two scripts as a dict of the header, the docstring's hunks and the code's hunks.
 
-    The user's git settings have no effect. A hunk is (its first line, its blocks). A hunk that changes only the
-    docstring keeps the code around it. Raises ValueError if the scripts are the same or git fails.
+    The keys of the hunks are "folded" and "shown". A hunk is (its first line, its blocks). If a hunk changes only the
+    docstring, its context lines can include code. The user's git settings are ignored. Raises ValueError if the scripts
+    are identical or git fails.
     """
     command = ["git", "diff", "--no-index", before, after]
     done = subprocess.run(command, cwd=ROOT, env=PLAIN_GIT, capture_output=True, encoding="utf-8")
     if done.returncode != 1:
-        raise ValueError(done.stderr.strip() or f"{before} and {after} are the same")
+        raise ValueError(done.stderr.strip() or f"{before} and {after} are identical")
     sources = source(before), source(after)
     old_end, new_end = (split(text)[0].count("\n") for text in sources)
     old_tokens, new_tokens = ([(), *highlighted(text)] for text in sources)  # line numbers start at 1
@@ -188,7 +189,7 @@ def read_diff(before, after):
 
 
 def in_page(svg):
-    """An SVG file's text, changed for inclusion in a page: its lines and letters have the page's text colour."""
+    """Adapt the text of an SVG file to a page: its lines and letters take the text colour of the page."""
     text = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("fill: #ffffff", "fill: none")
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)  # styles affect the page
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # figures on one page would share ids
@@ -202,7 +203,7 @@ PICTURE = re.compile(
 
 
 def with_figures(markdown):
-    """A page with its pictures inlined. They follow the theme that the reader chose, which image files cannot do."""
+    """Return a page with its pictures inlined, because image files cannot follow the theme that the reader chose."""
 
     def figure(alt, name, where=""):
         svg = in_page((DOCS / "pages" / name).read_text(encoding="utf-8"))
@@ -219,7 +220,7 @@ def with_figures(markdown):
     return PICTURE.sub(figures, markdown)
 
 
-# What is no place for a link is matched first: a block of code, a heading, a summary, another link.
+# The first alternatives match text that must not be linked: code blocks, headings, summaries and existing links.
 NAMED = re.compile(
     r"^ *```.*?^ *```|^#.*?$|<summary>.*?</summary>|\[[^]\n]*\]\([^)]*\)"
     r"|`(?P<file>(?:\w+/)*[\w-]+\.(?:py|sbatch|toml))`",
@@ -228,7 +229,7 @@ NAMED = re.compile(
 
 
 def with_files(markdown, name):
-    """A page in which the first mention of a file of the project links to a copy of it in the site's files/."""
+    """Return a page in which the first mention of each project file links to its copy in the site's files/."""
     linked = set()
 
     def link(found):
@@ -242,7 +243,7 @@ def with_files(markdown, name):
 
 
 class Site:
-    """The methods that the pages call in {{ ... }}."""
+    """Provides the methods that the pages call in {{ ... }}."""
 
     def __init__(self):
         self.rungs = read_ladder()
@@ -260,22 +261,25 @@ class Site:
             times=render.times,
             later=LATER,
         )
-        # In a page a call is an HTML comment, because GitHub shows the same file and hides comments.
+        # Calls in a page are HTML comments, because GitHub shows the same file and hides comments.
         self.pages = self.jinja.overlay(variable_start_string="<!-- {{", variable_end_string="}} -->")
 
     def part(self, name, **values):
         return self.jinja.get_template(f"parts/{name}").render(**values)
 
     def listing(self, script):
-        """A whole script with syntax highlighting."""
+        """Return a whole script with syntax highlighting."""
         return self.part("listing.html", script=script, lines=highlighted(source(script).rstrip("\n")))
 
     def diff(self, before, after):
-        """The diff of two scripts, inline and side by side. The docstring's hunks are folded."""
+        """Return the diff of two scripts for both views, inline and side by side. The docstring's hunks are folded."""
         return self.part("diff.html", before=before, after=after, **read_diff(before, after))
 
     def mistakes(self, kind):
-        """The mistakes of one kind in dev/mistakes.toml, by topic, each with its diff. Raises ValueError."""
+        """Return the mistakes of one kind in dev/mistakes.toml, sorted by topic, each with its diff.
+
+        Raises ValueError if an entry is invalid.
+        """
         mistakes = read_toml("dev/mistakes.toml")[kind]
         for mistake in mistakes:
             where = f"dev/mistakes.toml: {mistake.get('name', 'a mistake')}"
@@ -293,15 +297,16 @@ class Site:
         return self.part("mistakes.md", mistakes=sorted(mistakes, key=lambda one: TOPICS.index(one["topic"])))
 
     def readme(self):
-        """The README as the front page. It keeps its links to pages and scripts, and loses those to other files."""
+        """Return the README as the front page, without its links to files other than pages and scripts."""
         text = re.sub(r"\]\((\w[\w/]*\.py)\)", r"](files/\1)", source("README.md"))
         text = re.sub(r"\[([^]]+)\]\((?!https?:|docs/pages/|files/)[^)]+\)", r"\1", text)
         return text.replace("](docs/pages/", "](").replace('"docs/pages/', '"')
 
     def head(self, rung, predicted=""):
-        """The numbers that a rung's page begins with: what it costs to read, what it should gain, what it gained.
+        """Return the figures at the top of a rung's page: the reading time, the predicted gain and the measured gain.
 
-        The gain that results/predictions.toml expects is the middle of its range, over the middle for the rung before.
+        The predicted gain is the ratio of two step times: the previous rung's and this rung's. Each step time is the
+        middle of a range in results/predictions.toml.
         """
         for one in read_toml("results/predictions.toml")["prediction"]:
             middles = [sum(one["ms"].get(script, ())) / 2 for script in (rung.before, rung.file)]
@@ -317,7 +322,7 @@ class Site:
         return self.part("head.html", rung=rung, minutes=minutes(rung), predicted=predicted, measured=measured)
 
     def counts(self, rung):
-        """The three counts of a rung and of the rung before it, and the bytes of each group that changed."""
+        """Return the three counts of a rung and the previous rung, and the bytes of each group that changed."""
         steps = self.steps[render.COUNTED]
         names = [script for script in (rung.before, rung.file) if script]
         if missing := [script for script in names if script not in steps]:
@@ -333,7 +338,7 @@ class Site:
         return self.part("counts.md", rows=rows, names=["before", "after"][-len(names) :])
 
     def measured_ms(self, script, prediction):
-        """The newest median step in ms with a prediction's device, model, B and T, or None."""
+        """Return the newest median step time in ms for a prediction's device, model, B and T, or None."""
         wanted, times = [prediction[key] for key in ("device", "model", "seq_len", "batch_size")], []
         for data in map(record.read, (ROOT / "results").glob("*/ladder.json")):
             settings = data["settings"]
@@ -347,7 +352,7 @@ class Site:
         return max(times, key=lambda time: time[0], default=(None, None))[1]
 
     def measured(self, rung, **predicted):
-        """The predictions for a script (speed, memory, loss) next to the measurements, with plots."""
+        """Return a script's predictions (speed, memory and loss) next to the measurements, with plots."""
         found = []
         for name in self.results:
             row, before = row_of(self.results[name], rung.file), row_of(self.results[name], rung.before)
@@ -360,7 +365,7 @@ class Site:
         return self.part("measured.html", script=rung.file, predicted=predicted, found=found, predictions=predictions)
 
     def plots(self, name, rows):
-        """Plots of a script and the one before it: step times, losses, time by group. -> [(alt text, SVG)]"""
+        """Plot step times, losses and time by group for a script and the previous script -> [(alt text, SVG)]."""
         names, spread, made = [title(row["name"]) for row in rows], np.random.default_rng(0), []
 
         def axes(text, values, **labels):
@@ -393,14 +398,14 @@ class Site:
         return [(text, self.inline(figure, f"{name}{text}")) for text, figure in made]
 
     def inline(self, figure, salt):
-        """A figure as SVG for inclusion in a page, with the page's text colour."""
+        """Return a figure as SVG for a page, in the text colour of the page."""
         for part in (figure, *figure.axes):
             part.set_facecolor("none")
         with matplotlib.rc_context({"svg.hashsalt": salt}):
             return Markup(in_page(render.svg(figure)))
 
     def run(self, name):
-        """A run of pretrain/train.py in results/: its machine, its losses as a plot and a table, its samples."""
+        """Describe a run of pretrain/train.py in results/: its machine, its losses (plot and table) and its samples."""
         folder = ROOT / "results" / name
         machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
         rows = plot.read(folder / "log.jsonl")
@@ -413,7 +418,7 @@ class Site:
         return self.part("run.html", machine=machine, evaluations=evaluations, best=best, picture=picture)
 
     def write(self, folder):
-        """Write each page as Markdown, and Zensical's configuration. Raises ValueError for a mistake in a page."""
+        """Write each page as Markdown, and Zensical's configuration. Raises ValueError if a page has a mistake."""
         pages = folder / "pages"
         shutil.copytree(DOCS / "pages", pages)
         rungs = {f"rungs/{Path(rung.file).stem}.md": rung for rung in self.rungs}
@@ -423,14 +428,14 @@ class Site:
         (folder / "zensical.toml").write_text(config, encoding="utf-8")
         for path in sorted(pages.rglob("*.md")):
             name = path.relative_to(pages).as_posix()
-            if f'"{name}"' not in config:  # the configuration has a line for each rung
+            if f'"{name}"' not in config:  # each rung has a line in the configuration
                 raise ValueError(f"docs/pages/{name} belongs to no rung and has no line in nav in docs/zensical.toml")
             if re.search(r"(?<!<!-- )\{\{", path.read_text(encoding="utf-8")):
                 raise ValueError(
                     f"docs/pages/{name}: write a call as <!-- {{{{ ... }}}} -->, which GitHub does not show"
                 )
             text = self.pages.get_template(f"pages/{name}").render(rung=rungs.get(name))
-            text = re.sub(r"<!-- github -->\n.*?<!-- end of github -->\n", "", text, flags=re.DOTALL)  # for GitHub only
+            text = re.sub(r"<!-- github -->\n.*?<!-- end of github -->\n", "", text, flags=re.DOTALL)  # only for GitHub
             text = with_figures(with_files(text, name))
             path.write_text(text, encoding="utf-8")
             for file in re.findall(r"\bfiles/([\w./-]+\.(?:py|sbatch|toml))\b", text):
@@ -443,7 +448,7 @@ class Site:
 
 
 def search_from_disk(site):
-    """Copy the search worker's source into iframe-worker.js: browsers do not start a worker from a file on disk."""
+    """Copy the search worker into iframe-worker.js, because browsers do not start a worker from a file on disk."""
     (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
     script = (site / "assets" / "iframe-worker.js").read_text(encoding="utf-8")
     text = script.replace('"SOURCE"', json.dumps(worker.read_text(encoding="utf-8")))
@@ -451,7 +456,7 @@ def search_from_disk(site):
 
 
 def build(target=SITE):
-    """Build the site in `target`. If this fails, raises ValueError and leaves the old site as it was."""
+    """Build the site in `target`. If the build fails, raise ValueError and leave the old site unchanged."""
     with tempfile.TemporaryDirectory() as folder:
         print("1/3  filling in the pages", flush=True)
         folder = Path(folder)
@@ -470,8 +475,8 @@ def build(target=SITE):
             text = path.read_text(encoding="utf-8").replace(LATER, site.diff(before, after))
             path.write_text(text, encoding="utf-8")
         search_from_disk(folder / "site")
-        (folder / "site" / "404.html").unlink()  # it would look for its style at the server's root
-        (folder / "site" / ".nojekyll").touch()  # GitHub Pages: serve the folder as it is
+        (folder / "site" / "404.html").unlink()  # it would load its style sheet from the server's root
+        (folder / "site" / ".nojekyll").touch()  # tells GitHub Pages to serve the folder as it is
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(folder / "site", target)
 

@@ -1,13 +1,12 @@
-"""Measure the all-reduce of a model's gradients between the ranks that run this program.
+"""Measure how long the ranks that run this program take to all-reduce a model's gradients.
 
     torchrun --standalone --nproc_per_node=2 measure/allreduce.py --model gpt2 --step-ms 2900
 
-It prints the time of the all-reduce and the bus bandwidth. --step-ms is the time in milliseconds that one GPU needs for
-a step of all tokens. With it, the program also prints the speed-up that follows for 2, 4 and 8 such GPUs on this kind
-of link.
+It prints the all-reduce time and the bus bandwidth. With --step-ms, the step time in milliseconds of one GPU on the
+whole batch, it also prints the estimated speed-up of 2, 4 and 8 such GPUs with this kind of link.
 
-In a ring each rank sends and receives 2 (n - 1) / n of the bytes, so bus bandwidth = 2 (n - 1) / n * bytes / seconds.
-This figure does not depend on n if the link is the limit
+In a ring all-reduce over n ranks, each rank sends and receives 2 (n - 1) / n times the size of the gradients. The bus
+bandwidth is therefore 2 (n - 1) / n * bytes / seconds. It does not depend on n if the link is the bottleneck
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
@@ -24,14 +23,14 @@ from record import ROOT
 sys.path.append(str(ROOT))
 from ddp_run import GPT, MODELS
 
-BUCKET = 25 * 2**20  # bytes in one of DDP's gradient buckets
+BUCKET = 25 * 2**20  # bytes in each of DDP's gradient buckets
 
 
 def speed_up(ranks, step_ms, gradient_bytes, bus_gb_s):
-    """The speed-up of `ranks` GPUs over one, if no communication overlaps with computation.
+    """Return the speed-up of `ranks` GPUs over one GPU if communication does not overlap with computation.
 
-    step_ms is one GPU's time for all tokens; bus_gb_s is in GB/s. DDP overlaps part of the all-reduce with the last
-    backward pass.
+    step_ms is the step time of one GPU on the whole batch, and bus_gb_s is the bus bandwidth in GB/s. In practice, DDP
+    overlaps part of the all-reduce with the last backward pass.
     """
     travel_ms = 2 * (ranks - 1) / ranks * gradient_bytes / bus_gb_s / 1e6
     return step_ms / (step_ms / ranks + travel_ms)
@@ -41,10 +40,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--step-ms", type=float, help="step time of one process on all tokens, as ddp_run.py prints it")
+    parser.add_argument("--step-ms", type=float, help="step time of one process on the whole batch, in ms")
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun: torchrun --standalone --nproc_per_node=2 measure/allreduce.py")
+        parser.error("start this program with torchrun: torchrun --standalone --nproc_per_node=2 measure/allreduce.py")
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
@@ -62,7 +61,7 @@ def main():
             work.wait()
         synchronize()
         times.append(1000 * (time.perf_counter() - start))
-    # A Gloo thread releases the last tensors a moment later, and aborts if Python is already shutting down:
+    # A Gloo thread releases the last tensors shortly afterwards. It aborts if Python is already shutting down:
     time.sleep(0.2)  # https://github.com/pytorch/pytorch/pull/179291
     dist.destroy_process_group()
     if rank > 0:

@@ -1,10 +1,11 @@
-"""Measure attention alone: written out as in rungs up to 05, and with each kernel of F.scaled_dot_product_attention.
+"""Benchmark written-out attention, as in the rungs up to 05, and each kernel of F.scaled_dot_product_attention.
 
     python measure/attention.py
 
-For each sequence length it prints the time of the forward pass, the time of forward and backward together, and the peak
-memory of both. Written-out attention stores scores that grow with T * T. FlashAttention (Dao et al. 2022) and similar
-kernels do not store all scores at once. This command shows the same change in the model, rung 06:
+For each sequence length, it prints the time of the forward pass, the time of the forward and backward passes together,
+and the peak memory of both passes. Written-out attention stores a score matrix that grows with T * T. FlashAttention
+(Dao et al. 2022) and similar kernels do not store the whole matrix at once. Rung 06 makes this change in the model. To
+see its diff:
 
     git diff --no-index --word-diff speedup_05_compile.py speedup_06_flash_attn.py
 """
@@ -29,12 +30,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float3
 
 @functools.cache
 def causal_mask(T, device):
-    """A bool mask, (T, T): True if the row's token may attend to the column's token. Built once, as in the model."""
+    """Return a bool mask of shape (T, T): True if the row's token may attend to the column's token.
+
+    The mask is cached because the model also builds it only once.
+    """
     return torch.ones(T, T, dtype=torch.bool, device=device).tril()
 
 
 def written_out(q, k, v):
-    """Causal attention, with the lines of rung 05. q, k, v and the result: (B, n_head, T, head_size)."""
+    """Compute causal attention as in rung 05. q, k, v and the result have shape (B, n_head, T, head_size)."""
     mask = causal_mask(q.size(2), q.device)
     att = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, n_head, T, T)
     att = att.masked_fill(~mask, float("-inf"))
@@ -52,7 +56,7 @@ ATTENTION = {  # a kernel raises RuntimeError if it does not support the device 
 
 
 def passes(attention, q, k, v):
-    """The two functions to time: the forward pass alone, and forward and backward with a gradient of ones."""
+    """Return two functions to time: the forward pass, and both passes with an output gradient of ones."""
 
     @torch.no_grad()
     def forward():
@@ -65,7 +69,7 @@ def passes(attention, q, k, v):
 
 
 def peak_bytes(function, device):
-    """Peak memory of a call in bytes, without its inputs; nan if PyTorch does not track this device's memory."""
+    """Return the peak memory of a call in bytes, without its inputs, or nan if PyTorch does not track it."""
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         module.reset_peak_memory_stats(device)
@@ -79,14 +83,14 @@ def peak_bytes(function, device):
         function()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))  # freed bytes are negative
+    return max(itertools.accumulate(event.nbytes() for event in events))  # nbytes() is negative if memory is freed
 
 
 def bench(q, k, v):
-    """(memory, times), two dicts by kind of attention.
+    """Return (memory, times), two dicts whose keys are the kinds of attention.
 
-    memory has the peak in MiB, or a message if the kind does not run. times has, for each kind that runs, the three
-    times of the forward pass and the three of forward and backward, in ms.
+    `memory` contains the peak memory in MiB, or a message if the kind does not run. For each kind that runs, `times`
+    contains three timings of the forward pass and three timings of both passes, in ms.
     """
     memory, times = {}, {}
     for kind, attention in ATTENTION.items():
@@ -111,11 +115,11 @@ def cell(ms, written_out_ms):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("--seq-lens", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], help="T in tokens")
-    parser.add_argument("--batch-size", type=int, default=4, help="B in sequences, default 4")
-    parser.add_argument("--heads", type=int, default=12, help="default 12, as in GPT-2 124M")
+    parser.add_argument("--seq-lens", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], help="values of T")
+    parser.add_argument("--batch-size", type=int, default=4, help="batch size B, default 4")
+    parser.add_argument("--heads", type=int, default=12, help="number of heads, default 12 as in GPT-2 124M")
     parser.add_argument("--head-size", type=int, default=64, help="dimension of each head, default 64")
-    parser.add_argument("--dtype", choices=DTYPES, help="default bf16, or fp16 or float32 if the device has no bf16")
+    parser.add_argument("--dtype", choices=DTYPES, help="default bf16 if the device supports it")
     add_device(parser)
     args = parser.parse_args()
     B, n_head, head_size, device = args.batch_size, args.heads, args.head_size, args.device
@@ -127,13 +131,13 @@ def main():
     print(f"device {device} ({chip}) | torch {torch.__version__} | {dtype} | B {B}, {n_head} heads of {head_size}")
     print("ms: median of 3 interleaved rounds (lowest-highest), and speed relative to written out; MiB: peak memory")
     print(f"{'T':>6}  {'attention':16} {'forward':>10} {'':28} {'both passes':>12} {'':25} {'MiB':>9}")
-    warnings.filterwarnings("ignore")  # PyTorch warns about each kernel that does not run; the table shows it as well
+    warnings.filterwarnings("ignore")  # the table already shows which kernels do not run
     for T in args.seq_lens:
         shape = B, n_head, T, head_size
         try:
             q, k, v = (torch.randn(shape, device=device, dtype=DTYPES[dtype], requires_grad=True) for _ in range(3))
         except RuntimeError as error:
-            sys.exit(f"{parser.prog}: error: cannot make inputs of T {T}: {' '.join(str(error).split())[:200]}")
+            sys.exit(f"{parser.prog}: error: cannot create inputs with T {T}: {' '.join(str(error).split())[:200]}")
         memory, times = bench(q, k, v)
         for kind, most in memory.items():
             row = f"{most:>28}"

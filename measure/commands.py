@@ -1,4 +1,4 @@
-"""The table's rows, the command of each row, and the process for it, without the environment variables in OVERRIDES."""
+"""List the rows of the table, build the command for each row, and run it without the variables in OVERRIDES."""
 
 import json
 import os
@@ -13,25 +13,25 @@ from record import ROOT
 sys.path.append(str(ROOT / "dev"))
 from ladder import read_ladder
 
-# Some containers set these variables. They would change the precision of a script, switch the compiler off, or keep
+# Some containers set these environment variables. They can change a script's precision, disable the compiler, or store
 # compiled kernels in a folder that measure.py does not manage.
 OVERRIDES = """NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE
     TRITON_CACHE_DIR""".split()
-# localhost, because a machine without DNS may not resolve its own host name.
+# The address is localhost because a machine without DNS may not resolve its own host name.
 TORCHRUN = "-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=1 ddp_run.py".split()
 TEN = "speedup_10_fused_adamw.py"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table. Its command is the Python interpreter, then `words`. `before` is the row to compare with."""
+    """A row of the table. Python runs the arguments in `words`. The row is compared with the row named `before`."""
 
     name: str
     words: tuple
     precision: str
     before: str | None
     kind: str  # rung, branch or peer
-    accumulates: bool = False  # whether the script has --total-batch-size
+    accumulates: bool = False  # whether the script accepts --total-batch-size
 
 
 PEERS = [
@@ -43,10 +43,10 @@ PEERS = [
 
 
 def rows(peers=False, branches=False, only=()):
-    """The rungs of ladder.toml in order, then the branches and the peers (other training loops) if requested.
+    """Return the rungs of ladder.toml in order, then the branches and the peers (other training loops) if requested.
 
-    `only` (01 ... 10, ddp, fsdp, fp16) selects these scripts, and the one before each, instead of all rungs. Raises
-    ValueError for an unknown name.
+    `only` contains short names (01 ... 10, ddp, fsdp, fp16). It selects these scripts and the scripts that they are
+    compared with, instead of all rungs. Raises ValueError for an unknown name.
     """
     ladder = [rung for rung in read_ladder() if rung.part in ("rung", "branch")]
     found = [
@@ -62,7 +62,7 @@ def rows(peers=False, branches=False, only=()):
 
 
 def command(row, settings, **changed):
-    """A row's command as a list of words, without the interpreter."""
+    """Return a row's command as a list of words, without the interpreter."""
     flags = {name: settings[name] for name in ("model", "batch_size", "seq_len", "steps", "device")} | changed
     if row.accumulates:  # one micro-batch per optimizer step, as in the other scripts
         flags["total_batch_size"] = flags["batch_size"] * flags["seq_len"]
@@ -70,7 +70,7 @@ def command(row, settings, **changed):
 
 
 def execute(words, cache, on_step=lambda: None):
-    """Run Python with these words and call on_step() for each step's line. Returns (stdout, stderr, exit status)."""
+    """Run Python with these arguments, call on_step() after each step, and return (stdout, stderr, exit status)."""
     environment = {name: value for name, value in os.environ.items() if name not in OVERRIDES}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     out = []
@@ -93,7 +93,7 @@ def execute(words, cache, on_step=lambda: None):
 
 
 def ask(program, *words):
-    """Run a program of this folder and return the JSON that it prints.
+    """Run a program in measure/ and return the JSON that it prints.
 
     Raises ValueError if the program rejects its options, and RuntimeError if it fails for another reason.
     """

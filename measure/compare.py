@@ -1,7 +1,8 @@
 """Compare two measurements:  python measure/compare.py results/FOLDER results/FOLDER
 
-For each script in both measurements, it prints the milliseconds per step (quartiles) and how many times as fast the
-second one is. It also prints whether the two interquartile ranges touch. If they do, the difference may be noise.
+For each script in both measurements, it prints the two median step times with their quartiles, and how many times as
+fast the second measurement is. It also prints whether the two interquartile ranges touch. If they do, the difference
+may be noise.
 """
 
 import argparse
@@ -14,7 +15,7 @@ SAME = ("device", "model", "batch_size", "seq_len")
 
 
 def cells(first, second):
-    """The table of the scripts in both measurements: a list of rows, each a dict of heading -> cell."""
+    """Return the table of the scripts in both measurements as a list of rows, each a dict of heading -> cell."""
     others = {row["name"]: row for row in second["rows"] if row["median_ms"]}
     table = []
     for row in first["rows"]:
@@ -43,7 +44,7 @@ def main():
         first, second = (read(folder / "ladder.json") for folder in (args.first, args.second))
         differ = [key for key in SAME if first["settings"][key] != second["settings"][key]]
         if differ:
-            raise ValueError(f"the measurements differ in {', '.join(differ)}: you cannot compare their steps")
+            raise ValueError(f"the measurements differ in {', '.join(differ)}: their step times are not comparable")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     sides = ("first", args.first, first), ("second", args.second, second)

@@ -1,19 +1,20 @@
 """Count the FLOPs, bytes and kernels of a training step:  python measure/counts.py --batch-size 4   (make counts)
 
-It runs two steps of each unchanged rung on fake tensors and counts the second step. Fake tensors have shapes but no
-values, so this needs no GPU and computes nothing. The same torch gives the same counts on each run. With --card it also
-prints the floor of a step on that GPU, a lower bound on its time: for each kernel the longer of FLOPs / peak and
-bytes / bandwidth, summed over the step.
+It runs two steps of each unmodified rung on fake tensors and counts the second step. Fake tensors have shapes but no
+values, so counting needs no GPU and does no arithmetic. Runs with the same version of torch give the same counts. With
+--card, it also prints the floor of each step on that GPU. The floor is a lower bound on the step time: the longer of
+FLOPs / peak and bytes / bandwidth for each kernel, summed over the step.
 
-How it counts:
-* FLOPs: only matrix products count, by the formulas of torch.utils.flop_counter. The count includes the scores that
-  flash attention's backward pass computes again, and leaves out the masked triangle that flash attention skips.
-* Bytes: each kernel reads and writes each operand once, as if no cache kept data between two kernels. For a lookup in a
-  table, only the rows that it reads count.
-* Kernels: one per operation that is not a view. CUDA launches two or three for a few operations (sums over rows, the
-  backward pass of LayerNorm), and several for each AdamW or clipping operation over all parameters.
-* Device: the steps run on the CPU but follow CUDA's rules if the two differ. Softmax is float32 under autocast, AdamW
-  and clipping use one operation for all parameters, and Inductor schedules for an A100 but does not pad matmuls.
+What is counted:
+* FLOPs: only matmuls are counted, with the formulas of torch.utils.flop_counter. The count includes the scores that
+  flash attention recomputes in its backward pass, and excludes the masked triangle that flash attention skips.
+* Bytes: each kernel is assumed to read or write each operand once, without a cache between kernels. For a table lookup,
+  only the rows that are read are counted.
+* Kernels: each operation that is not a view counts as one kernel. In practice, CUDA launches two or three kernels for a
+  few operations (sums over rows, the backward pass of LayerNorm), and several kernels for each AdamW or clipping
+  operation over all parameters.
+* Device: the steps run on the CPU but follow CUDA's rules. Softmax is float32 under autocast, and AdamW and clipping
+  use one operation for all parameters. Inductor schedules for an A100 but does not pad matmuls.
 """
 
 import argparse
@@ -54,28 +55,31 @@ from ladder import read_ladder
 from baseline import MODELS
 
 aten = torch.ops.aten
-NOT_KERNELS = {aten._unsafe_view.default, aten.lift_fresh.default}  # views that their schemas do not mark
+NOT_KERNELS = {aten._unsafe_view.default, aten.lift_fresh.default}  # views that their schemas do not mark as views
 HOST = {aten._foreach_add_.Tensor}  # for AdamW's step counters, which are on the CPU unless AdamW is fused
 ONLY_WRITTEN = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # they overwrite a tensor without reading it
 SCHEDULES = {}  # key of a compiled graph -> its kernels
-A100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)  # 108 SMs, capability 8.0; limits of an SM
+A100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)  # 108 SMs, capability 8.0, limits per SM
 
 
 @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu)
 def attention_flops(q, k, v, dropout=0.0, is_causal=False, products=2, **_):
-    """FLOPs of attention's two products. q is a shape (..., T, head size). If causal, T (T + 1) / 2 scores count."""
+    """Return the FLOPs of attention's two matmuls. q is a shape (..., T, head size).
+
+    Causal attention computes T (T + 1) / 2 scores.
+    """
     *heads, T, size = q
     return products * 2 * torch.Size(heads).numel() * size * (T * (T + 1) // 2 if is_causal else T * T)
 
 
 @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu_backward)
 def attention_backward_flops(grad, q, k, v, out, logsumexp, dropout, is_causal, **_):
-    """FLOPs of five products: the scores again, then the gradients of the probabilities, v, q and k."""
+    """Return the FLOPs of five matmuls: the recomputed scores, and the gradients of the probabilities, v, q and k."""
     return attention_flops(q, k, v, is_causal=is_causal, products=5)
 
 
 def product(func, args, kwargs, out, float32):
-    """(name, FLOPs, precision) of an operation: FLOPs 0 and precision "" if it is not a matrix product."""
+    """Return (name, FLOPs, precision) of an operation. If it is not a matmul, the last two are 0 and ""."""
     name, formula = f"aten::{func.overloadpacket.__name__}", FLOPS.get(func.overloadpacket)
     if not formula:
         return name, 0, ""
@@ -85,19 +89,19 @@ def product(func, args, kwargs, out, float32):
 
 
 def nbytes(tensor):
-    """Bytes of the memory behind a tensor. An expanded tensor needs less than its number of elements suggests."""
+    """Return a tensor's size in bytes. An expanded tensor uses less memory than its shape suggests."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def traffic(func, args, kwargs, out):
-    """Bytes that an operation reads and writes."""
+    """Return the number of bytes that an operation reads and writes."""
     values = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     read, written = {}, 0
     for argument in func._schema.arguments:
         tensors = [t for t in tree_leaves(values.get(argument.name)) if isinstance(t, torch.Tensor)]
         changed = argument.alias_info is not None and argument.alias_info.is_write
         if changed and func is aten._fused_adamw_.default and argument.name == "grads":
-            changed = False  # it changes them only with a gradient scaler
+            changed = False  # AdamW changes the gradients only if a gradient scaler is used
         written += sum(map(nbytes, tensors)) if changed else 0
         if not (changed and func in ONLY_WRITTEN):
             read |= {id(t): nbytes(t) for t in tensors}  # a tensor passed twice is read once
@@ -106,7 +110,7 @@ def traffic(func, args, kwargs, out):
     if func is aten.nll_loss_forward.default:
         read[id(args[0])] = args[1].numel() * args[0].element_size()
     if func is aten.nll_loss_backward.default:
-        del read[id(args[1])]  # the kernel needs only the log-probabilities' shape
+        del read[id(args[1])]  # the kernel needs only the shape of the log-probabilities
     returns = func._schema.returns
     outs = [out] if len(returns) == 1 else out or ()
     new = [one for one, about in zip(outs, returns, strict=True) if about.alias_info is None]
@@ -114,7 +118,7 @@ def traffic(func, args, kwargs, out):
 
 
 class Counter(TorchDispatchMode):
-    """Lists the kernels of the code that runs under it. `float32`, the precision of float32 matmuls, may be tf32."""
+    """Records the kernels that run in this mode. `float32` is the precision of float32 matmuls and may be tf32."""
 
     def __init__(self, float32="float32"):
         super().__init__()
@@ -140,13 +144,14 @@ class Counter(TorchDispatchMode):
 
 
 class Scheduled(BaseException):
-    """Carries the kernels of Inductor's schedule. Not a subclass of Exception, because Inductor would wrap it."""
+    """Carries the kernels of Inductor's schedule. Inductor would wrap a subclass of Exception."""
 
 
 def moved(node):
-    """Bytes that an Inductor scheduler node moves.
+    """Return the number of bytes that an Inductor scheduler node reads and writes.
 
-    For a fused node Inductor counts whole tables. For its parts it counts only the rows that they read.
+    For a fused node, Inductor counts whole lookup tables. For the parts of the node, it counts only the rows that are
+    read. The smaller number is used.
     """
     sizes, parts = node.get_read_write_buffer_accesses(True, True), node.get_nodes()
     if len(parts) == 1:
@@ -156,7 +161,7 @@ def moved(node):
 
 
 def schedule(float32, graph):
-    """A replacement for GraphLowering.codegen. Raises Scheduled with the kernels of the graph."""
+    """Schedule a graph and raise Scheduled with its kernels. Replaces GraphLowering.codegen."""
     graph.init_wrapper_code()
     graph._update_scheduler()
     kernels = []
@@ -164,7 +169,7 @@ def schedule(float32, graph):
         size, parts = moved(node), node.get_nodes()
         name, flops, precision = f"triton_{get_fused_kernel_name(parts, 'original_aten')}_0", 0, ""
         if not size or ("attention_for_cpu" in name and not node.is_extern()):
-            continue  # a view, one of several outputs of an operation, or a layout for the CPU's kernel
+            continue  # a view, an extra output of an operation, or a layout change for the CPU's kernel
         if node.is_extern():
             origins = parts[0].node.origins
             for call in (n for n in origins if getattr(n.target, "overloadpacket", None) in FLOPS):
@@ -175,7 +180,7 @@ def schedule(float32, graph):
 
 
 def to_cuda(gm, inputs):
-    """Move a graph of fake tensors and the list of its inputs to a GPU, in place."""
+    """Move a graph of fake tensors and the list of its inputs to the device cuda:0, in place."""
     device = torch.device("cuda:0")
     move = functools.partial(tree_map_only, torch.Tensor, lambda t: t.to(device))
     with detect_fake_mode(inputs):
@@ -188,10 +193,13 @@ def to_cuda(gm, inputs):
 
 
 def compiler(counter):
-    """A replacement for torch.nn.Module.compile: each call of the module lists the kernels that Inductor would run."""
+    """Return a replacement for torch.nn.Module.compile.
+
+    Each call of a compiled module then records the kernels that Inductor would run.
+    """
 
     def inner(gm, inputs, **options):
-        key = str(gm.graph), *((t.shape, t.dtype) for t in inputs)  # rungs 07 to 10 have the same graphs
+        key = str(gm.graph), *((t.shape, t.dtype) for t in inputs)  # rungs 07 to 10 have identical graphs
         mine, inputs = copy.deepcopy(gm), list(inputs)
 
         def passes(graph, **how):
@@ -227,10 +235,10 @@ def compiler(counter):
 
     def compile(module, **_):
         backend = functools.partial(compile_fx, inner_compile=inner)
-        call = torch.compile(module._call_impl, backend=backend, fullgraph=True)  # no kernel outside the graph
+        call = torch.compile(module._call_impl, backend=backend, fullgraph=True)  # every kernel is in the graph
 
         def without_counter(*args):
-            with _pop_mode_temporarily():  # Dynamo compiles nothing under an unknown mode
+            with _pop_mode_temporarily():  # Dynamo does not compile under an unknown dispatch mode
                 return call(*args)
 
         module._compiled_call_impl = without_counter
@@ -239,9 +247,9 @@ def compiler(counter):
 
 
 def step(rung, model, batch_size, seq_len, cuda=True):
-    """The kernels of a rung's second step, in order, by CUDA's rules or, with cuda=False, by a CPU's.
+    """Return the kernels of a rung's second step, in order.
 
-    Raises SystemExit, as the script does, for sizes that the script rejects.
+    They follow CUDA's rules, or the CPU's rules if `cuda` is False. Raises SystemExit if the script rejects the sizes.
     """
     counter, steps = Counter("float32" if rung.precision == "float32" else "tf32"), []
     softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
@@ -275,11 +283,11 @@ def step(rung, model, batch_size, seq_len, cuda=True):
         }
     hooks = register_optimizer_step_pre_hook(begin_update), register_optimizer_step_post_hook(end_update)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)  # as on a GPU; deterministic mode compiles other kernels
+    torch.use_deterministic_algorithms(False)  # as on a GPU, because deterministic mode compiles different kernels
     torch._dynamo.reset()
     try:
         with contextlib.ExitStack() as stack, mock.patch.dict(os.environ):
-            for name in OVERRIDES:  # these could switch the compiler off
+            for name in OVERRIDES:  # these could disable the compiler
                 os.environ.pop(name, None)
             for name, value in patches.items():
                 stack.enter_context(mock.patch(name, value))
@@ -298,8 +306,8 @@ def step(rung, model, batch_size, seq_len, cuda=True):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("--model", choices=MODELS, default="gpt2", help="default gpt2")
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[4], metavar="B", help="one or more, default 4")
-    parser.add_argument("--seq-len", type=int, default=1024, help="T, default 1024")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[4], metavar="B", help="batch sizes, default 4")
+    parser.add_argument("--seq-len", type=int, default=1024, help="sequence length T, default 1024")
     parser.add_argument(
         "--card", help="also print the floor on this GPU: a name in measure/cards.toml, or a file with roof.py's output"
     )
@@ -308,7 +316,7 @@ def main():
     try:
         card = Card.read(args.card) if args.card is not None else None
         if args.out and (args.out.is_dir() or not os.access(args.out.parent, os.W_OK)):
-            raise ValueError(f"--out {args.out}: no file can be written there")
+            raise ValueError(f"--out {args.out}: cannot write a file there")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     version, counts = torch.__version__.partition("+")[0], []

@@ -1,4 +1,4 @@
-"""The measured device, for the programs that run on it: the option --device, its precisions, a statement's time."""
+"""Helpers for the programs that run on the device: the --device option, supported precisions, and timing."""
 
 import argparse
 import time
@@ -8,7 +8,7 @@ from torch.utils.benchmark import Timer
 
 
 def usable(name):
-    """The torch.device with this name. Raises ArgumentTypeError if this machine does not have it."""
+    """Return the torch.device with this name. Raises ArgumentTypeError if this machine does not have the device."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
@@ -23,15 +23,15 @@ def add_device(parser):
 
 
 def out_of_memory(error):
-    """Whether the error reports that memory ran out, in the words of torch, cuBLAS or the CPU's allocator."""
+    """Return whether an error from torch, cuBLAS or the CPU's allocator reports that memory ran out."""
     words = "out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"
     return any(said in str(error) for said in words)
 
 
 def precisions(device):
-    """The precisions that the scripts use on this device, as a list of names.
+    """Return the names of the precisions that the scripts use on this device.
 
-    An x86 CPU without AVX-512 gets only float32, because it needs minutes for a 16-bit matrix product.
+    A CPU without AVX-512 uses only float32, because a 16-bit matmul can take minutes on such an x86 CPU.
     """
     if device.type == "cpu":
         return ["float32", "bf16", "fp16"] if torch.backends.cpu.get_cpu_capability() == "AVX512" else ["float32"]
@@ -43,9 +43,12 @@ def precisions(device):
 
 
 def seconds(stmt, device, min_run_time=0.1, **names):
-    """The median time of a statement in seconds. `names` are its variables; min_run_time is in seconds."""
+    """Return the median time of a statement in seconds. `names` contains its variables.
 
-    def clock():  # Timer's own clock synchronizes the current GPU, which may be a different one
+    The statement is repeated for at least min_run_time seconds.
+    """
+
+    def clock():  # Timer's default clock synchronizes the current GPU, which may not be `device`
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         return time.perf_counter()

@@ -1,9 +1,10 @@
-"""The floor, a lower bound on the time of a counted step, on a GPU of cards.toml or on one that roof.py measured.
+"""Compute the floor, a lower bound on the step time, for a GPU in cards.toml or a GPU that roof.py has measured.
 
-For each kernel the floor takes the longer of FLOPs / peak and bytes / bandwidth, and adds up these times. The figures
-in cards.toml are from data sheets. No parameter is fitted, and the floor includes neither the time between kernels nor
-the gap between a kernel and the peak. A step can be faster than its floor mainly if kernels find the results of earlier
-kernels in the cache, or if the card clocks higher than its data sheet states.
+A kernel's lower bound is the longer of FLOPs / peak and bytes / bandwidth. The floor is the sum of these bounds over
+all kernels that counts.py counted. The figures in cards.toml come from data sheets, and no parameter is fitted. The
+floor does not include the time between kernels, and it assumes that each kernel reaches the peak or the full bandwidth.
+A step can be faster than its floor, mainly because kernels read the results of earlier kernels from the cache, or
+because the GPU clocks higher than its data sheet states.
 """
 
 import json
@@ -18,11 +19,11 @@ from record import ROOT
 sys.path.append(str(ROOT / "dev"))
 from ladder import read_toml
 
-INSTEAD = {"tf32": "float32", "bf16": "fp16", "fp16": "float32"}  # the substitute on a device without this precision
+INSTEAD = {"tf32": "float32", "bf16": "fp16", "fp16": "float32"}  # precision -> its substitute if unsupported
 
 
 class Kernel(NamedTuple):
-    """An operation, or several that the compiler fused. `precision` describes a matmul's factors, or is ""."""
+    """An operation, or several fused operations. `precision` is the precision of a matmul, and otherwise ""."""
 
     name: str
     group: str
@@ -33,16 +34,16 @@ class Kernel(NamedTuple):
 
 @dataclass
 class Card:
-    """A GPU: TFLOP/s of matrix products by precision, and memory bandwidth in GB/s."""
+    """A GPU's peak matmul TFLOP/s by precision, and its memory bandwidth in GB/s."""
 
     tflops: dict
     gb_per_s: float
 
     @classmethod
     def read(cls, name):
-        """The GPU with this name in cards.toml ("RTX" is optional), or the one in this file with roof.py's output.
+        """Return the GPU with this name in cards.toml ("RTX" is optional), or the GPU in a file of roof.py's output.
 
-        Raises OSError or ValueError.
+        Raises ValueError if `name` is neither, and OSError if a file cannot be read.
         """
         cards = read_toml("measure/cards.toml")
         for known, card in cards.items():
@@ -57,10 +58,10 @@ class Card:
                 return cls(tflops, gb_per_s)
         except (AttributeError, KeyError, TypeError, ValueError):
             pass
-        raise ValueError(f"--card {name}: the file is not what roof.py printed")
+        raise ValueError(f"--card {name}: the file does not contain the output of roof.py")
 
     def floor_ms(self, step):
-        """(the floor of a step, the part of it in memory-bound kernels), both in ms."""
+        """Return (the floor of a step, the part of the floor that is due to memory-bound kernels), both in ms."""
         whole = waiting = 0.0
         for kernel, count in step.items():
             precision = kernel.precision
@@ -74,7 +75,7 @@ class Card:
 
 
 def read_counts(path=ROOT / "results" / "counts.json"):
-    """The counts as {(model, B, T): {script: step}}. A step is a Counter of kernels."""
+    """Return the counts as {(model, B, T): {script: step}}. Each step is a Counter of kernels."""
     data = json.loads(path.read_text(encoding="utf-8"))
     return {
         (one["model"], one["batch_size"], one["seq_len"]): {
@@ -86,19 +87,19 @@ def read_counts(path=ROOT / "results" / "counts.json"):
 
 
 def counted_with(path=ROOT / "results" / "counts.json"):
-    """The version of torch that the counts were made with."""
+    """Return the version of torch that produced the counts."""
     return json.loads(path.read_text(encoding="utf-8"))["torch"]
 
 
 def totals(step, group=None):
-    """(FLOPs, bytes, number of kernels) of a step, or of one group of its kernels."""
+    """Return (FLOPs, bytes, number of kernels) for a step or for one group of its kernels."""
     rows = [(kernel, count) for kernel, count in step.items() if group in (None, kernel.group)]
     sums = (sum(getattr(kernel, what) * count for kernel, count in rows) for what in ("flops", "bytes"))
     return *sums, sum(count for _, count in rows)
 
 
 def cells(steps, card=None):
-    """The table of {script: step}: a list of rows, each a dict of heading -> cell."""
+    """Return the counts of {script: step} as a table: a list of rows, each a dict of heading -> cell."""
     table = []
     for script, step in steps.items():
         flops, moved, kernels = totals(step)
@@ -112,7 +113,7 @@ def cells(steps, card=None):
 
 
 def beside(measured, steps, card):
-    """The table of {script: measured ms} next to a card's floor: a list of rows, each a dict of heading -> cell."""
+    """Return a table that compares {script: measured ms} with the floors: a list of dicts of heading -> cell."""
     table, before = [], None
     for script, ms in measured.items():
         floor, _ = card.floor_ms(steps[script])

@@ -1,4 +1,4 @@
-"""The state of the machine during a measurement: the GPU's clock, power and temperature, and other programs' load."""
+"""Read the state of the machine: the GPU's clock, power and temperature, and the load from other programs."""
 
 import hashlib
 
@@ -7,17 +7,17 @@ import pynvml
 
 
 def short_hash(text):
-    """A short id that distinguishes hosts or GPUs without revealing their names."""
+    """Return a short id that distinguishes hosts or GPUs without revealing their names."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def gpu_id(properties):
-    """The short_hash of a GPU, given what torch.cuda.get_device_properties returns."""
+    """Return the short_hash of a GPU's UUID, given the result of torch.cuda.get_device_properties."""
     return short_hash(f"GPU-{properties.uuid}")
 
 
 def find_gpu(wanted):
-    """NVML's handle of the GPU with this gpu_id. None for a CPU, another vendor's GPU, or without access to NVML."""
+    """Return the NVML handle of the GPU with this gpu_id, or None if NVML is unavailable or has no such GPU."""
     try:
         pynvml.nvmlInit()
         gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
@@ -27,9 +27,9 @@ def find_gpu(wanted):
 
 
 def reading(gpu):
-    """A dict of the SM clock in MHz, power and power limit in W, and temperature in °C; None without a GPU.
+    """Return the SM clock in MHz, power and power limit in W, and temperature in °C as a dict.
 
-    A value that cannot be read is None.
+    A value that cannot be read is None. If `gpu` is None, the result is None.
     """
     if gpu is None:
         return None
@@ -49,9 +49,9 @@ def reading(gpu):
 
 
 def busy(gpu):
-    """A description of other load on the machine, or None. Call it only while no script of the ladder runs."""
+    """Return a description of the load from other programs, or None. Call this only while no ladder script runs."""
     cores = psutil.cpu_percent(interval=0.1) / 100 * psutil.cpu_count()
-    said = [f"other work uses {cores:.1f} CPU cores"] if cores > min(1, psutil.cpu_count() / 4) else []
+    said = [f"other programs use {cores:.1f} CPU cores"] if cores > min(1, psutil.cpu_count() / 4) else []
     if gpu is not None:
         try:
             others = len(pynvml.nvmlDeviceGetComputeRunningProcesses(gpu))
@@ -59,6 +59,6 @@ def busy(gpu):
         except pynvml.NVMLError:
             others, memory = 0, 0.0
         said += [f"other processes use the GPU: {others}"] if others else []
-        # A container may not see other processes, but it sees their memory. The driver alone uses less than 2 GiB.
-        said += [f"{memory:.0f} GiB of GPU memory are in use"] if memory > 2 else []
+        # A container may hide other processes but not their memory use. The driver alone uses less than 2 GiB.
+        said += [f"{memory:.0f} GiB of GPU memory is in use"] if memory > 2 else []
     return "; ".join(said) or None

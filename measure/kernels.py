@@ -1,10 +1,10 @@
-"""Profile the time of a step by kind of kernel:  python measure/kernels.py speedup_05_compile.py --steps 10
+"""Break the step time down by kind of kernel:  python measure/kernels.py speedup_05_compile.py --steps 10
 
-It runs the unchanged script under torch.profiler and profiles 3 steady steps. After the script's own output it prints a
-line of JSON: milliseconds per step, the attention kernel that ran, and the peak of the memory that PyTorch reserved, in
-GiB. On a GPU it groups kernels by their names and by the operations that launched them. Idle is the time in which no
-kernel ran. On a CPU it groups operations, and each counts without the operations that it calls. Idle is then the time
-of Python and dispatch.
+It runs the unmodified script under torch.profiler and profiles 3 steps after the warm-up. After the script's output, it
+prints one line of JSON: milliseconds per step for each group, the attention kernel that ran, and the peak memory that
+PyTorch reserved, in GiB. On a GPU, it groups kernels by their names and by the operations that launched them. The group
+"idle" is the time in which no kernel ran. On a CPU, it groups operations, and the time of an operation excludes the
+operations that it calls. The group "idle" is then the time spent in Python and dispatch.
 """
 
 import json
@@ -18,16 +18,16 @@ STEPS = 3
 # The first pattern that matches determines the group. A compiled kernel's name lists the operations fused into it.
 GROUPS = {
     "optimizer": r"optimizer\.|adam|multi_tensor|_foreach_|vector_norm|lpnorm",
-    # bmm: the batched products of written-out attention
+    # bmm: the batched matmuls of written-out attention
     "attention": r"flash|fmha|attention|sdpa|bmm",
-    # nvjet: cuBLAS on Hopper and later; tem_fused: a matmul that Inductor generated and fused with what follows it
+    # nvjet: cuBLAS on Hopper and later; tem_fused: a matmul that Inductor fused with later operations
     "matmul": r"gemm|gemv|nvjet|cutlass|cublas|splitk|tem_fused|^aten::_?(add|scaled_)?mm(_activation)?$",
     "softmax and loss": r"softmax|logsumexp|nll_loss|cross_entropy",
     "copies": r"memcpy|memset|direct_copy|aten::(copy_|_to_copy|clone|fill_|zero_|cat|stack)$|"
     r"fused__to_copy(_t|_view)*_\d+$",
     "normalisation and element-wise": "",
 }
-# cuDNN is first, because its kernels also have "flash" in their names.
+# cuDNN comes first because the names of its kernels also contain "flash".
 ATTENTION = {
     "cuDNN": r"cudnn_attention|cudnn.*sdpa",
     "flash": r"flash_attention|flash_fwd",
@@ -38,7 +38,7 @@ NO_WORK = re.compile(r"CompiledFxGraph|^CompiledFunction|Torch-Compiled|Dynamo|^
 
 
 def group(name, path=""):
-    """The group of a kernel or operation, from its name and from `path`, the names of the operations around it."""
+    """Return the group of a kernel or operation, given its name and `path`, the names of the enclosing operations."""
     optimizer, *others = GROUPS
     if re.search(GROUPS[optimizer], f"{path} {name}", re.IGNORECASE):
         return optimizer
@@ -46,7 +46,7 @@ def group(name, path=""):
 
 
 def nested(events):
-    """A list of (event, names of the events around it in its thread, its own time without nested events).
+    """Return a list of (event, names of the enclosing events in its thread, its time without nested events).
 
     Times are in microseconds.
     """
@@ -63,13 +63,13 @@ def nested(events):
 
 
 def attention(names):
-    """The kind of kernel that computed attention, from the names of all operations and kernels."""
+    """Return the kind of kernel that computed attention, given the names of all operations and kernels."""
     ran = (kind for kind, pattern in ATTENTION.items() if any(re.search(pattern, name) for name in names))
     return next(ran, "written out")
 
 
 def length(spans):
-    """The length of the union of (start, end) spans. Time in which kernels overlap counts once."""
+    """Return the length of the union of (start, end) spans. Time in which kernels overlap counts once."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         covered += max(0.0, end - max(start, reached))
@@ -78,21 +78,21 @@ def length(spans):
 
 
 def in_steps(trace):
-    """(the steps, the events within them) of a Chrome trace of torch.profiler."""
+    """Return (the steps, the events within them) from a Chrome trace that torch.profiler wrote."""
     events = [event for event in trace if event.get("ph") == "X"]
-    # A GPU's trace repeats these ranges on the GPU's own timeline, where they leave out some kernels.
+    # A GPU trace repeats these ranges on the GPU's own timeline, but there they do not cover all kernels.
     steps = [e for e in events if e["name"].startswith("ProfilerStep") and e["cat"] == "user_annotation"]
     start, end = min(step["ts"] for step in steps), max(step["ts"] + step["dur"] for step in steps)
     return steps, [e for e in events if start <= e["ts"] < end and not e["name"].startswith("ProfilerStep")]
 
 
 def grouped(steps, events, gpu=False):
-    """A dict of milliseconds per step by group. Raises ValueError if a GPU's trace has no kernels."""
+    """Return a dict of milliseconds per step by group. Raises ValueError if a GPU's trace contains no kernels."""
     whole = max(step["ts"] + step["dur"] for step in steps) - min(step["ts"] for step in steps)
     operations = nested(event for event in events if event.get("cat") in ("cpu_op", "user_annotation"))
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if gpu and not kernels:
-        raise ValueError("the profiler recorded no kernels: this machine may not permit it")
+        raise ValueError("the profiler recorded no kernels: this machine may not permit GPU profiling")
     total = dict.fromkeys(["matmul", "attention", "softmax and loss", "normalisation and element-wise"], 0.0)
     total |= {"optimizer": 0.0, "copies": 0.0}
     if kernels:
@@ -102,7 +102,7 @@ def grouped(steps, events, gpu=False):
             operation, path = launched_in.get(kernel["args"].get("External id"), ("", ""))
             kind = group(kernel["name"], f"{path} {operation}")
             said = group(operation) if operation.startswith("aten::") else kind
-            # Many kernels have generic names, and cuBLAS uses the same name for a matmul in attention and elsewhere.
+            # Many kernels have generic names, and cuBLAS uses the same names for matmuls in attention and elsewhere.
             if kind == "normalisation and element-wise" or (kind, said) == ("matmul", "attention"):
                 kind = said
             total[kind] += kernel["dur"]
@@ -117,15 +117,15 @@ def grouped(steps, events, gpu=False):
 
 
 def profile(script):
-    """Run a script with the arguments in sys.argv and profile its steps. Returns the dict that this program prints."""
+    """Run a script with the arguments in sys.argv, profile it, and return the dict that this program prints."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     gpu = torch.accelerator.is_available() and "cpu" not in sys.argv
     if not gpu:
-        # Without this option, compiled C++ appears as one unnamed block. The option changes the key of Inductor's
-        # cache, so the first profile on a CPU compiles again. On a GPU it stays off, and the profile reuses the kernels
-        # of the runs before it.
+        # Without this option, compiled C++ code appears as one unnamed block. The option changes the key of Inductor's
+        # cache, so the first profile on a CPU recompiles the model. On a GPU, the option stays off and the profile can
+        # reuse the kernels of earlier runs.
         torch._inductor.config.cpp.enable_kernel_profile = True
     with tempfile.TemporaryDirectory() as folder:
         path, devices = Path(folder, "trace.json"), set()
@@ -138,7 +138,7 @@ def profile(script):
             device = optimizer.param_groups[0]["params"][0].device
             devices.add(device)
             if gpu:
-                torch.accelerator.synchronize(device)  # the queued kernels belong to this step
+                torch.accelerator.synchronize(device)  # kernels that are still in the queue belong to this step
             profiler.step()
 
         hook = register_optimizer_step_post_hook(end_of_step)
@@ -160,7 +160,7 @@ def profile(script):
 if __name__ == "__main__":
     sys.argv.pop(0)
     if not sys.argv or not Path(sys.argv[0]).is_file():
-        sys.exit(f"kernels.py: error: {' '.join(sys.argv[:1]) or 'nothing'}: there is no such script to run")
+        sys.exit(f"kernels.py: error: expected a script to run, not {' '.join(sys.argv[:1]) or 'nothing'}")
     try:
         found = profile(sys.argv[0])
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Describe the machine of a measurement as JSON:  python measure/machine.py --device cuda
+"""Print a description of this machine as JSON:  python measure/machine.py --device cuda
 
-This is a separate program, because a process that queries a GPU keeps some of the GPU's memory until it exits.
+This is a separate program because a process that queries a GPU keeps some of the GPU's memory until it exits.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch.utils import collect_env
 
 
 def describe(device):
-    """A dict of names, versions and sizes. Memory is in GiB. A value that does not apply to the device is None."""
+    """Return the machine's names, versions and sizes. Memory is in GiB; a value that does not apply is None."""
     module = torch.get_device_module(device)
     cpu = cpuinfo.get_cpu_info().get("brand_raw") or platform.machine()
     cuda = device.type == "cuda"

@@ -1,15 +1,16 @@
 """Measure the whole ladder on this machine:  python measure/measure.py   (make ladder)
 
-It runs each script in its own process, as a user would, with the same B, T and model, and reads the lines that the
-script prints. It writes results/<device>-<date>/ladder.json, the table as summary.txt, and plots. --repeat R makes R
-passes over the ladder, alternately up and down (A B C, C B A, A B C ...). A drift in the machine's speed then favours
-no rung. A speed-up is the median over the passes of the ratio within a pass. The most important results come first:
-the peak of the device, one pass over the ladder, the profile, the table of batch sizes, the peers, further passes, the
-largest batch.
+It runs each script in its own process, as a user would, and parses the lines that the script prints. All scripts use
+the same B, T and model. The folder results/<device>-<date>/ then contains ladder.json, the table as summary.txt, and
+plots. --repeat R makes R passes over the ladder. Every second pass runs in reverse order (A B C, C B A, A B C ...), to
+reduce the effect of a drift in the machine's speed. A speed-up is the ratio of two step times in one pass, and the
+table shows the median over the passes. The most important results come first: the device's peak, one pass over the
+ladder, the profile, the table of batch sizes, the peers, further passes, and the largest batch.
 
-If Ctrl-C or --budget ends a measurement early, all results except the current run are kept. The same command continues
-the measurement and retries failed runs. You may continue on another host with the same GPU, torch and CUDA. Each pass
-belongs to one host: if two hosts measured parts of a pass, the current host repeats the other's runs, last of all.
+If Ctrl-C or --budget ends a measurement early, all completed runs are kept. To continue the measurement and retry
+failed runs, run the command again. You can continue on another host that has the same GPU, torch and CUDA. All runs of
+a pass must come from one host. If two hosts measured parts of a pass, the current host therefore repeats the runs of
+the other host at the end.
 """
 
 import argparse
@@ -34,15 +35,15 @@ from commands import TEN, ask, command, execute, rows
 from record import ROOT
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-PROFILED_STEPS = 12  # 4 to settle, 1 to warm up the profiler, 3 profiled, 4 spare (fp16 skips some updates)
+PROFILED_STEPS = 12  # 4 before the profiler, 1 for its warm-up, 3 profiled, 4 spare (fp16 skips some updates)
 FIT_STEPS = 10
 BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
-MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # constant throughout a measurement
+MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # must not change during a measurement
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # Ctrl-C, shutdown, end of the budget
 
 
 def largest(fits, start=16):
-    """The largest power of two that fits, or 0. It tries 16, 64 and 128 first, then doubles or halves."""
+    """Return the largest power of two that fits, or 0. The search doubles or halves, but skips from 16 to 64."""
     fit, miss, size = 0, 8192, start
     while fit < size < miss:
         if fits(size):
@@ -57,8 +58,8 @@ def largest(fits, start=16):
 class Measurement:
     """A ladder.json in progress. Each result is saved before the next run begins.
 
-    A job is a tuple: its method, its row, and further arguments. The method writes its result into the record and
-    returns a message to print, or None.
+    A job is a tuple of a method, a row and further arguments. The method writes its result into the record. It returns
+    a message to print, or None.
     """
 
     def __init__(self, path, data, plan, host, progress, caches):
@@ -70,7 +71,7 @@ class Measurement:
         self.bar, self.stage = progress.add_task(""), ""
 
     def stages(self):
-        """(title, jobs) of each requested stage, the most important first. A job may be in two stages."""
+        """Yield (title, jobs) for each requested stage, most important first. Two stages can contain the same job."""
         profiled = [row for row in self.plan if self.settings["profile"] and row.words[0].endswith(".py")]
         ten = [row for row in rows() if self.settings["batches"] and row.name == TEN]
         yield "peak", [(self.roof, None)]
@@ -85,9 +86,10 @@ class Measurement:
         yield "largest batch", [(self.fit, row) for row in self.plan if self.settings["fit"]]
 
     def left(self):
-        """{job: its stage's title}, in order, for the jobs without a result and those that failed before this call.
+        """Return {job: title of its stage} for the remaining jobs, in order.
 
-        If two hosts have measured parts of a pass, the other host's jobs are repeated here and come last.
+        A job remains if it has no result or if it failed in an earlier call of measure.py. If two hosts have measured
+        parts of a pass, the jobs of the other host are repeated on this host and come last.
         """
         left = {}
         for title, jobs in self.stages():
@@ -104,7 +106,7 @@ class Measurement:
         return left
 
     def result(self, do, row, *more):
-        """The result of a job in the record, or None."""
+        """Return a job's result from the record, or None."""
         if do == self.roof:
             return self.data["roof"]
         if do == self.measure:
@@ -115,7 +117,7 @@ class Measurement:
         return self.records[row.name]["profile" if do == self.profile else "fit"]
 
     def go(self):
-        """Do all remaining jobs. Raises SystemExit if every script fails."""
+        """Run all remaining jobs. Raises SystemExit if every script fails."""
         while left := self.left():
             job, title = next(iter(left.items()))
             do, row, *more = job
@@ -137,12 +139,12 @@ class Measurement:
             self.data["commits"].append(self.commit)
         record.summarise(self.data)
         if all(self.records[row.name]["runs"] for row in self.ladder):
-            self.data["finished"] = self.data["finished"] or record.now()  # each script has a run
+            self.data["finished"] = self.data["finished"] or record.now()  # finished: each script has a run
         self.data["complete"] = not self.left()
         record.save(self.path, self.data)
 
     def state(self):
-        """Lines that list the rows of each pass and the remaining stages."""
+        """Return lines that list the measured rows of each pass and the remaining stages."""
         lines = []
         for number in range(self.settings["repeat"]):
             runs = {row.name: self.result(self.measure, row, number) for row in self.plan}
@@ -154,13 +156,14 @@ class Measurement:
     # -- the jobs, one method for each kind
 
     def cache(self, row, *more):
-        """The folder in which torch.compile caches a row's kernels."""
+        """Return the folder in which torch.compile caches a row's kernels."""
         return self.caches / re.sub(r"\W+", "_", " ".join([row.name, *map(str, more)]))
 
     def run(self, row, fresh=True, **changed):
-        """(the run, the script's stdout). If the script fails, the run contains its error.
+        """Run a row's script and return (the run as a dict, the script's stdout).
 
-        A fresh run starts with an empty cache, so its first step includes the compilation.
+        If the script fails, the dict contains the error. A fresh run starts with an empty cache, so its first step
+        includes the compilation.
         """
         cache = self.cache(row, *changed.values())
         if fresh:
@@ -174,7 +177,7 @@ class Measurement:
         def on_step():
             self.progress.advance(self.bar)
             if self.progress.tasks[0].completed == steps // 2 + 1:
-                about["gpu"] = gauge.reading(self.gpu)  # under load
+                about["gpu"] = gauge.reading(self.gpu)  # while the GPU is under load
 
         text, errors, status = execute(command(row, self.settings, **changed), cache, on_step)
         about["process_s"] = round(time.perf_counter() - start, 2)
@@ -184,7 +187,7 @@ class Measurement:
         flags = ("model", "batch-size", "seq-len", "device")
         try:
             self.data["roof"] = ask("roof.py", *(f"--{flag}={self.settings[flag.replace('-', '_')]}" for flag in flags))
-        except RuntimeError as error:  # the speeds are valid without the peak
+        except RuntimeError as error:  # the speeds are valid even without the peak
             return f"peak not measured: {error}"
 
     def measure(self, row, number):
@@ -218,7 +221,7 @@ class Measurement:
         return f"B {size}, {mode}  {row.name}: {result}"
 
     def fit(self, row):
-        """Find the largest power of two that fits the device as a micro-batch, and the speed with it."""
+        """Find the largest micro-batch, as a power of two, that fits on the device, and measure its speed."""
         fits = [kept["fit"] for kept in self.data["rows"] if kept["fit"] and kept["fit"]["batch_size"]]
         fit = dict.fromkeys(("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error"))
         fit["host"], runs = self.host["id"], {}
@@ -226,12 +229,12 @@ class Measurement:
         def holds(size):
             runs[size], _ = self.run(row, batch_size=size, steps=FIT_STEPS)
             error = runs[size]["error"]
-            if error and not record.too_large(error):  # the size is not the cause
+            if error and not record.too_large(error):  # the batch size is not the cause
                 raise RuntimeError(error)
             return not error
 
         try:
-            size = largest(holds, fits[-1]["batch_size"] if fits else 16)  # start near the last row's size
+            size = largest(holds, fits[-1]["batch_size"] if fits else 16)  # start at another row's largest batch
             fit["limit"] = next((run["error"] for run in reversed(runs.values()) if run["error"]), None)
         except RuntimeError as error:
             size, fit["error"] = 0, str(error)
@@ -246,9 +249,10 @@ class Measurement:
 
 
 def begin(this, plan, name, out, line):
-    """(the folder, its data). Continues a measurement that is incomplete or from today, otherwise begins a new one.
+    """Return (folder, data) of an earlier measurement to continue, or of a new measurement.
 
-    Raises ValueError if `out`, the folder that the user named, contains a different measurement.
+    A measurement on the same machine with the same settings and scripts is continued if its folder is `out`, if it is
+    incomplete, or if it is from today. Raises ValueError if `out` contains a different measurement.
     """
     results, today = ROOT / "results", str(datetime.datetime.now(datetime.timezone.utc).date())
     for folder in [out] if out else sorted(path.parent for path in results.glob(f"{name}-*/ladder.json")):
@@ -258,7 +262,7 @@ def begin(this, plan, name, out, line):
             if not other and (out or not data["complete"] or data["finished"].startswith(today)):
                 return folder, data
             if out:
-                raise ValueError(f"{out} has a measurement with different {' and '.join(other)}: name another folder")
+                raise ValueError(f"{out} has a measurement with different {' and '.join(other)}: use another folder")
     free = itertools.chain([results / f"{name}-{today}"], (results / f"{name}-{today}-{n}" for n in itertools.count(2)))
     folder = out or next(folder for folder in free if not folder.exists())
     records = []
@@ -273,26 +277,26 @@ def begin(this, plan, name, out, line):
 
 
 def arguments():
-    """(the parser, its arguments, the command without the options that do not affect the results)."""
+    """Return (the parser, its arguments, the command without the options that do not affect the results)."""
     how = argparse.ArgumentParser(add_help=False)
-    how.add_argument("--budget", type=float, metavar="MINUTES", help="stop after this time, with the main results")
-    how.add_argument("--cache", type=Path, metavar="DIR", help="keep compiled kernels in this folder for the next call")
-    how.add_argument("--out", type=Path, help="folder, default results/<device>-<date>")
+    how.add_argument("--budget", type=float, metavar="MINUTES", help="stop after this time and keep the completed runs")
+    how.add_argument("--cache", type=Path, metavar="DIR", help="keep compiled kernels in this folder for later calls")
+    how.add_argument("--out", type=Path, help="folder for the results, default results/<device>-<date>")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS, parents=[how])
-    parser.add_argument("--model", help="default gpt2; nano on a CPU")
-    parser.add_argument("--batch-size", type=int, default=4, help="B, default 4")
-    parser.add_argument("--seq-len", type=int, help="T, default 1024; 128 with nano")
-    parser.add_argument("--steps", type=int, help="steps per run, default 50; 20 on a CPU")
-    parser.add_argument("--repeat", type=int, help="passes over the ladder, default 3; 1 on a CPU")
-    parser.add_argument("--device", help="default: the accelerator that PyTorch finds, else cpu")
+    parser.add_argument("--model", help="default gpt2, or nano on a CPU")
+    parser.add_argument("--batch-size", type=int, default=4, help="batch size B, default 4")
+    parser.add_argument("--seq-len", type=int, help="sequence length T, default 1024, or 128 with nano")
+    parser.add_argument("--steps", type=int, help="steps per run, default 50, or 20 on a CPU")
+    parser.add_argument("--repeat", type=int, help="passes over the ladder, default 3, or 1 on a CPU")
+    parser.add_argument("--device", help="default: the accelerator that PyTorch finds, or cpu")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NN", help="only these rungs and the one before each: 05 06"
+        "--only", nargs="+", default=[], metavar="NN", help="only these rungs and the rungs that they are compared with"
     )
-    parser.add_argument("--peers", action="store_true", help="also measure transformers' training loops, and torchrun")
+    parser.add_argument("--peers", action="store_true", help="also measure loops built on transformers, and torchrun")
     parser.add_argument("--branches", action="store_true", help="also measure the scripts in branches/")
-    parser.add_argument("--profile", action="store_true", help="also profile the time of a step by kind of kernel")
-    parser.add_argument("--batches", action="store_true", help="also rung 10 at B 4, 16 and 64 in two compile modes")
-    parser.add_argument("--fit", action="store_true", help="also find the largest micro-batch that fits, and its speed")
+    parser.add_argument("--profile", action="store_true", help="also break the step time down by kind of kernel")
+    parser.add_argument("--batches", action="store_true", help="also measure rung 10 at B 4, 16, 64 in 2 compile modes")
+    parser.add_argument("--fit", action="store_true", help="also measure the largest micro-batch that fits")
     args = parser.parse_args()
     if any(n is not None and n < 1 for n in (args.batch_size, args.seq_len, args.steps, args.repeat)):
         parser.error("--batch-size, --seq-len, --steps and --repeat must be at least 1")
@@ -302,12 +306,15 @@ def arguments():
 
 
 def look(args, plan):
-    """(what must stay the same in a measurement, the host, the folder's name). Raises RuntimeError, ValueError."""
+    """Return (the values that must not change during a measurement, the host, the name of the folder).
+
+    Raises RuntimeError or ValueError.
+    """
     found = ask("machine.py", *(["--device", args.device] if args.device else []))
     cpu = found["device"] == "cpu"
     if cpu and args.fit:
-        raise ValueError("--fit needs a GPU: on a CPU the largest batch would use up the memory of the machine")
-    if found["device"].startswith("cuda"):  # only that GPU, because Trainer uses all visible ones
+        raise ValueError("--fit needs a GPU: on a CPU the largest batch would exhaust the machine's memory")
+    if found["device"].startswith("cuda"):  # hide the other GPUs, because Trainer uses all visible GPUs
         seen, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(found["device"].partition(":")[2] or 0)
         os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[index].strip() if seen else str(index)
         found["device"] = "cuda"
@@ -321,14 +328,14 @@ def look(args, plan):
     host = {key: value for key, value in found.items() if key not in MACHINE}
     known = [platform.node(), *(host[key] for key in ("gpu_id", "driver", "cpu", "cores"))]
     host = {"id": gauge.short_hash(json.dumps(known)), **host}
-    host["gpu"] = gauge.reading(gauge.find_gpu(host["gpu_id"]))  # without load
+    host["gpu"] = gauge.reading(gauge.find_gpu(host["gpu_id"]))  # while the GPU is idle
     name = re.sub(r"[^a-z0-9]+", "-", f"{'cpu ' if cpu else ''}{machine['name']}".lower()).strip("-")
     sources = record.sources(row.words for row in plan)
     return {"settings": settings, "machine": machine, "sources_sha256": sources}, host, name
 
 
 def resume(folder, data, plan, host, cache):
-    """Do the remaining jobs of a measurement, and write its table even if a job fails or the user stops it."""
+    """Run the remaining jobs of a measurement, and write its table even if a job fails or the user stops it."""
     new, bar = not folder.exists(), (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     folder.mkdir(parents=True, exist_ok=True)
     failed = any(row["error"] for row in data["rows"])
@@ -360,7 +367,7 @@ def resume(folder, data, plan, host, cache):
 
 
 def stop(number, _):
-    """Exit on one of STOPS. The child process is then stopped, and ladder.json stays intact."""
+    """Exit after a signal in STOPS. The child process is stopped, and ladder.json stays intact."""
     for other in STOPS:
         signal.signal(other, signal.SIG_IGN)  # a second signal must not interrupt writing the table
     sys.exit(0 if number == signal.SIGALRM else 128 + number)
@@ -370,7 +377,7 @@ def main():
     parser, args, line = arguments()
     for number in STOPS:
         signal.signal(number, stop)
-    if args.budget:  # leave some seconds for the table and the plots
+    if args.budget:  # leave a few seconds to write the table and the plots
         signal.setitimer(signal.ITIMER_REAL, 60 * args.budget - min(15, 15 * args.budget))
     try:
         plan = rows(args.peers, args.branches, args.only)

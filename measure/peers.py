@@ -1,13 +1,13 @@
-"""Train transformers' GPT-2, an alternative to the ladder, in three loops that a user might write.
+"""Train the GPT-2 of the transformers library with one of three training loops that a user might write.
 
     python measure/peers.py plain      a minimal loop in float32
     python measure/peers.py compiled   the same loop with bf16 and torch.compile
     python measure/peers.py trainer    transformers.Trainer with bf16, torch.compile and fused AdamW
 
-All three match speedup_10_fused_adamw.py; only the implementation differs. They use its batches, its initial weights
-(except the rows that pad the vocabulary, which transformers does not have), its optimizer, clipping and schedule, and
-no dropout. The loss curves therefore match. Each loop prints the same lines as the rung. On a machine with several
-GPUs, Trainer uses all that CUDA_VISIBLE_DEVICES lists.
+All three loops reproduce speedup_10_fused_adamw.py with a different implementation. They use that rung's batches,
+optimizer, clipping and schedule, and no dropout. They also start from its weights, except for the rows that pad the
+vocabulary, which transformers does not have. The loss curves therefore match. Each loop prints the same lines as the
+rung. On a machine with several GPUs, Trainer uses all GPUs that CUDA_VISIBLE_DEVICES lists.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import transformers  # noqa: E402
 
 
 def build(name):
-    """transformers' GPT-2 with the rung's initial weights."""
+    """Return a transformers GPT-2 with the rung's initial weights."""
     ours = rung.GPT(rung.MODELS[name])
     c = ours.config
     shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "n_positions": c.block_size}
@@ -44,7 +44,7 @@ def build(name):
 
 
 def plain(model, loader, steps, device, report, use_bf16):
-    """A minimal training loop."""
+    """Train with a minimal loop."""
     model.to(device)
     optimizer = rung.GPT.configure_optimizers(model)
     for step in range(steps):
@@ -52,7 +52,7 @@ def plain(model, loader, steps, device, report, use_bf16):
         x, y = (t.to(device) for t in loader.next_batch())
         optimizer.zero_grad()
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-            loss = model(input_ids=x, labels=y, shift_labels=y).loss  # the loader has shifted y
+            loss = model(input_ids=x, labels=y, shift_labels=y).loss  # the loader has already shifted y
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
@@ -62,7 +62,7 @@ def plain(model, loader, steps, device, report, use_bf16):
 
 
 class Rows(torch.utils.data.IterableDataset):
-    """The loader's batches as single rows, which Trainer stacks into batches again."""
+    """Yields the loader's batches row by row, because Trainer assembles its own batches."""
 
     def __init__(self, loader):
         self.loader = loader
@@ -103,7 +103,7 @@ def trainer(model, loader, steps, device, report, use_bf16):
 
 
 class Report(transformers.TrainerCallback):
-    """Prints the lines of a rung. As in a rung, the time of a Trainer step includes fetching its batch."""
+    """Prints the same lines as a rung. As in a rung, the step time includes fetching the batch."""
 
     def __init__(self, device, tokens):
         self.device, self.tokens, self.times = device, tokens, []
@@ -133,9 +133,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("peer", choices=["plain", "compiled", "trainer"])
     parser.add_argument("--model", choices=rung.MODELS, default="gpt2", help="default gpt2")
-    parser.add_argument("--batch-size", type=int, default=4, help="B, default 4")
-    parser.add_argument("--seq-len", type=int, default=1024, help="T, default 1024")
-    parser.add_argument("--steps", type=int, default=50, help="default 50")
+    parser.add_argument("--batch-size", type=int, default=4, help="batch size B, default 4")
+    parser.add_argument("--seq-len", type=int, default=1024, help="sequence length T, default 1024")
+    parser.add_argument("--steps", type=int, default=50, help="number of steps, default 50")
     add_device(parser)
     args = parser.parse_args()
     device, tokens = args.device, args.batch_size * args.seq_len
@@ -156,7 +156,7 @@ def main():
         torch.set_float32_matmul_precision("high")
         for name, precision in ("TF32", "tf32"), ("bf16", "bf16"):
             if precision not in precisions(device):
-                print(f"no {name} here")  # rung 10 prints this as well, and measure.py reads it
+                print(f"no {name} here")  # rung 10 prints the same line, and measure.py parses it
     if args.peer == "compiled":
         model.compile()
     report, train = Report(device, tokens), trainer if args.peer == "trainer" else plain

@@ -1,8 +1,8 @@
 """Plot the loss of one or more runs from their logs:  python measure/plot.py runs/a.jsonl runs/b.jsonl   (make plot)
 
-A log is a file that --log-file wrote, with one JSON object per line. A training step has "step" and "loss", and an
-evaluation has "step" and "val_loss". Other JSON is skipped. You can plot a log while the run is still writing it. The
-plot goes to runs/a.svg, or to the file that you name with --out (.svg, .png, .pdf).
+A log is a file that a script wrote with --log-file. It contains one JSON object per line: "step" and "loss" for a
+training step, or "step" and "val_loss" for an evaluation. Lines with other JSON are skipped. You can plot a log while
+the run is still writing it. The example above writes runs/a.svg. To choose another file (.svg, .png, .pdf), use --out.
 """
 
 import argparse
@@ -13,11 +13,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from render import write_svg
 
-POINTS = 200  # most points in a curve of training losses; in a longer run each point is a mean of several steps
+POINTS = 200  # maximum number of points per training curve; in longer runs, each point is a mean of several steps
 
 
 def read(path):
-    """The rows of a log in order, as dicts. Raises OSError, or ValueError if the file is not a log with losses."""
+    """Return the rows of a log as dicts. Raises OSError, or ValueError if the file is not a log with losses."""
     lines, rows = Path(path).read_bytes().split(b"\n"), []
     for number, line in enumerate(lines, start=1):
         try:
@@ -32,16 +32,17 @@ def read(path):
 
 
 def curve(rows, key):
-    """(steps, losses): two arrays, from the rows that have a loss under this key."""
+    """Return two arrays, the steps and the losses, from the rows that have a loss under this key."""
     found = [(row["step"], row[key]) for row in rows if key in row]
     return np.array(found, dtype=float).reshape(-1, 2).T
 
 
 def draw(runs):
-    """A figure of the losses of {name: rows} over the steps.
+    """Return a figure of the losses over the steps, given {name: rows}.
 
-    The training loss is a solid line. The validation loss is dashed, and the legend gives its lowest value. The y-axis
-    ends at the largest loss after the first twentieth of a run, because the initial drop would flatten the curves.
+    The training loss is a solid line. The validation loss is a dashed line, and the legend shows its lowest value. The
+    y-axis ends just above the largest loss after the first 5 % of a run, because the initial drop would flatten the
+    curves.
     """
     figure, top = Figure(figsize=(8, 4.5)), 0.0
     axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy, nats per token")
@@ -66,7 +67,7 @@ def draw(runs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="a log in JSON lines")
+    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="a log with one JSON object per line")
     parser.add_argument("--out", type=Path, help="default: the first log's name with the suffix .svg")
     args = parser.parse_args()
     out = args.out or args.logs[0].with_suffix(".svg")

@@ -1,8 +1,9 @@
 """Write the computed parts of README.md and docs/pages/:  python measure/publish.py [FOLDER]   (make figures)
 
-Each part is between two comments in its file. It is computed from ladder.toml, the scripts, measure/ and results/. The
-measurements come from the folders that you name, by default from the newest one of each device and model, GPUs first.
-This program also writes their summary.txt and the plots in docs/pages/img/. A second run changes nothing.
+Each computed part is between two comments in its file. Its contents come from ladder.toml, the scripts, measure/ and
+results/. You can name the folders of the measurements to show. The default is the newest measurement of each device and
+model, GPUs first. This program also writes summary.txt in these folders and the plots in docs/pages/img/. A second run
+changes nothing.
 """
 
 import argparse
@@ -22,7 +23,7 @@ FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"
 
 
 def table(rows):
-    """A table in Markdown from a list of rows, each a dict of heading -> cell. Columns of numbers are right-aligned."""
+    """Return a Markdown table of rows, each a dict of heading -> cell. Columns of numbers are right-aligned."""
     if not rows:
         return "None yet."
     numbers = [
@@ -34,21 +35,21 @@ def table(rows):
 
 
 def row_of(data, script):
-    """The row of a script in a measurement, or None."""
+    """Return a script's row in a measurement, or None."""
     return next((row for row in data["rows"] if row["name"] == script), None)
 
 
 def over(ratio):
-    """The lowest and the highest speed-up of the passes, such as 1.03–1.15×, or a single figure if they are equal."""
+    """Return the lowest and highest speed-up over the passes, such as 1.03–1.15×, or one figure if they are equal."""
     if not ratio:
         return ""
     return f"{ratio['median']:.2f}×" if ratio["low"] == ratio["high"] else f"{ratio['low']:.2f}–{ratio['high']:.2f}×"
 
 
 def minutes(rung):
-    """The reading time of a rung in minutes: 200 words of its page per minute, and 3 seconds for each changed line.
+    """Return the reading time of a rung in minutes, at 200 words of its page per minute and 3 s per changed line.
 
-    All lines of baseline.py count, because you read it from top to bottom.
+    All lines of baseline.py count, because you read the whole file.
     """
     page = (ROOT / "docs" / "pages" / "rungs" / f"{Path(rung.file).stem}.md").read_text(encoding="utf-8")
     words = len(re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL).split())
@@ -58,7 +59,7 @@ def minutes(rung):
 
 
 def ladder(data, log, counts):
-    """The README's table of rungs: what each rung changes, and its gain in a public log and in our measurement."""
+    """Return the README's table of rungs, with the gains in a public log and in our measurement."""
     steps = counts["gpt2", log["batch_size"], log["seq_len"]]
     beside = floor.beside(log["ms"], steps, floor.Card.read(log["card"]))
     public = {row["script"]: row["measured, × previous"] for row in beside}
@@ -82,8 +83,11 @@ def ladder(data, log, counts):
 
 
 def speeds(published, counts, only=None):
-    """The table of public speeds, or for each card in `only` the fastest PyTorch run of a plain GPT-2 124M."""
-    flops = floor.totals(counts[render.COUNTED]["baseline.py"])[0] / (4 * 1024)  # per token, by the usual formula
+    """Return the table of public speeds.
+
+    If `only` lists cards, the table contains the fastest PyTorch run of a plain GPT-2 124M on each of them.
+    """
+    flops = floor.totals(counts[render.COUNTED]["baseline.py"])[0] / (4 * 1024)  # per token, with masked scores
     peaks, rows = read_toml("measure/cards.toml"), {}
     for one in published:
         plain = one.get("plain", True)
@@ -96,12 +100,12 @@ def speeds(published, counts, only=None):
         row["MFU"] = f"{speed * flops / peak / 1e12:.0%}" if peak and plain else ""
         row |= {} if only else {"what ran": one["ran"]}
         row["measured by"] = f"[{one['source']}]({one['url']})" if "url" in one else one["source"]
-        rows[one["card"] if only else len(rows)] = row  # a card's last entry is its fastest
+        rows[one["card"] if only else len(rows)] = row  # the last entry of a card is its fastest run
     return list(rows.values())
 
 
 def counted(counts):
-    """The table of GPT-2's counts for each rung, at each B."""
+    """Return the table of counts for GPT-2: one row per rung, with the counts at each B."""
     tables = [floor.cells(steps) for steps in counts.values()]
     sizes = " / ".join(str(batch_size) for _, batch_size, _ in counts)
     return [
@@ -112,7 +116,7 @@ def counted(counts):
 
 
 def floors(steps):
-    """The table of floors in ms: each of {script: step} on each card of cards.toml."""
+    """Return the table of floors in ms, for each script of {script: step} and each card in cards.toml."""
     cards = {name: floor.Card.read(name) for name in read_toml("measure/cards.toml")}
     return [
         {"floor, ms": title(script)} | {name: f"{card.floor_ms(step)[0]:.1f}" for name, card in cards.items()}
@@ -121,9 +125,9 @@ def floors(steps):
 
 
 def beside(measured, logs, counts):
-    """Yields (log, its table next to the floor, the rungs sorted by measured gain and by the floor's gain).
+    """Yield (log, its table of step times and floors, the rungs sorted by measured gain and by the floor's gain).
 
-    Public logs come first, then our measurements of GPUs, whose floors use the measured peaks.
+    Public logs come first, and then our measurements on GPUs. The floors for our GPUs use their measured peaks.
     """
     logs = [(log, floor.Card.read(log["card"])) for log in logs]
     for data in measured.values():
@@ -148,7 +152,7 @@ def beside(measured, logs, counts):
 
 
 def ours(measured):
-    """The table of rung 10 in each of our measurements, with its share of the measured peak."""
+    """Return the table of rung 10 in each of our measurements, with the percentage of the measured peak."""
     rows = []
     for data in measured.values():
         row, settings = row_of(data, TEN), data["settings"]
@@ -167,7 +171,7 @@ def ours(measured):
 
 
 def two(measured):
-    """The rows of baseline.py and rung 10 in the first measurement with the device's defaults, as in `make run`."""
+    """Return the rows of baseline.py and rung 10 in the first measurement that used the defaults of its device."""
     for data in measured.values():
         defaults = ("nano", 4, 128) if data["machine"]["device"] == "cpu" else ("gpt2", 4, 1024)
         rows = [row_of(data, script) for script in ("baseline.py", TEN)]
@@ -178,7 +182,7 @@ def two(measured):
 
 
 def printed(data):
-    """The first and last lines that baseline.py printed in a measurement."""
+    """Return the first and last lines that baseline.py printed in a measurement, as Markdown."""
     run, settings = render.good(row_of(data, "baseline.py"))[0], data["settings"]
     steps = zip(range(len(run["losses"])), run["losses"], run["times_ms"], strict=True)
     tokens = settings["batch_size"] * settings["seq_len"]
@@ -186,7 +190,7 @@ def printed(data):
 
 
 def parts(measured):
-    """({name: Markdown} of the computed parts, {name: figure}). Raises ValueError without a result of baseline.py."""
+    """Return ({name: Markdown of a part}, {name: figure}). Raises ValueError if baseline.py has no result."""
     public, counts = read_toml("results/public.toml"), floor.read_counts()
     logs = public["log"]
     steps = counts["gpt2", logs[0]["batch_size"], logs[0]["seq_len"]]
@@ -216,19 +220,19 @@ def parts(measured):
 
 
 def with_parts(path, texts):
-    """A file's text with its new computed parts. Raises ValueError for an unknown part or one without an end."""
+    """Return a file's text with updated parts. Raises ValueError if a part is unknown or has no end comment."""
     text = path.read_text(encoding="utf-8")
     named, whole = re.findall(OPENS, text), [found[2] for found in BLOCK.finditer(text)]
     if unknown := set(named) - texts.keys():
         raise ValueError(f"{path.relative_to(ROOT)}: there is no part {min(unknown)}, only {', '.join(texts)}")
     if named != whole:
-        raise ValueError(f"{path.relative_to(ROOT)}: a part has no end: {', '.join(set(named) - set(whole))}")
+        raise ValueError(f"{path.relative_to(ROOT)}: a part has no end comment: {', '.join(set(named) - set(whole))}")
     return BLOCK.sub(lambda found: f"{found[1]}\n{texts[found[2]].strip()}\n\n{found[3]}", text)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("folders", nargs="*", type=Path, help="default: the newest ones of each device and model")
+    parser.add_argument("folders", nargs="*", type=Path, help="default: the newest of each device and model")
     args = parser.parse_args()
     try:
         folders = [folder.resolve() for folder in args.folders]

@@ -1,4 +1,4 @@
-"""A measurement as data: parses a script's log, computes figures from its runs, and reads and writes ladder.json."""
+"""Parse a script's output, compute figures from its runs, and read and write ladder.json."""
 
 import datetime
 import hashlib
@@ -21,7 +21,7 @@ PARAMETERS = re.compile(r"^device .* ([\d,]+) parameters \| B \d+ T \d+$", re.MU
 
 
 def parse(text, errors="", status=0, steps=None):
-    """A run as a dict, from a script's output. A failed run keeps its steps; an incomplete last line is dropped."""
+    """Parse a script's output into a dict. A failed run keeps its steps; an incomplete last line is dropped."""
     found = STEP.findall(text)
     memory, parameters = MEMORY.search(text), PARAMETERS.search(text)
     run = {
@@ -39,19 +39,19 @@ def parse(text, errors="", status=0, steps=None):
     elif steps is not None and len(found) != steps:
         run["error"] = f"ended after {len(found)} of {steps} steps"
     elif not found or min(steady(run["times_ms"])) <= 0:
-        run["error"] = "a step took no time: the clock is too coarse" if found else "the script printed no step"
+        run["error"] = "a step took no time: the clock is too coarse" if found else "the script printed no steps"
     return run
 
 
 def too_large(error):
-    """What a failed run's batch is too large for, "memory" or "text"; None if the run failed for another reason."""
+    """Return the limit that a failed run's batch exceeded, "memory" or "text", or None if it failed otherwise."""
     if "out of memory" in error:
         return "memory"
     return "text" if " tokens, but B " in error else None  # DataLoaderLite's message
 
 
 def steady(times):
-    """The steps that count, by the scripts' rule: all but the first 10, or the second half of fewer than 20 steps."""
+    """Return the step times after the warm-up: all but the first 10, or the second half of fewer than 20 steps."""
     return times[10 if len(times) >= 20 else len(times) // 2 :]
 
 
@@ -60,14 +60,14 @@ def median_ms(run):
 
 
 def medians(row):
-    """{(pass, host): median step in ms} for the runs that succeeded."""
+    """Return {(pass, host): median step time in ms} for the runs that succeeded."""
     return {(run["pass"], run["host"]): median_ms(run) for run in row["runs"] if not run["error"]}
 
 
 def faster(row, other):
-    """A row's speed relative to another row: median, lowest and highest ratio over their common passes, or None.
+    """Return the median, lowest and highest speed-up of a row over another row, or None if they share no pass.
 
-    Each ratio is of two runs in the same pass on the same host.
+    Each speed-up compares two runs in the same pass on the same host.
     """
     mine, its = medians(row), medians(other) if other else {}
     quotients = [its[number] / mine[number] for number in mine if number in its]
@@ -81,14 +81,14 @@ def rounded(number):
 
 
 def precision_used(wanted, said):
-    """The precision that a rung used, according to its output, which names a missing precision."""
+    """Return the precision that a rung used. Its output reports a precision that the device lacks."""
     if wanted == "bf16" and "no bf16 here" in said:
         wanted = "tf32"
     return "float32" if wanted == "tf32" and "no TF32 here" in said else wanted
 
 
 def speed(data, batch_size, median, precision):
-    """tokens/s, model TFLOP/s and their share of the measured peak (MFU), computed from the median step in ms."""
+    """Compute tokens/s, model TFLOP/s and the fraction of the measured peak (MFU) from the median step time in ms."""
     found = {"median_ms": rounded(median), "tflops": None, "roof_share": None}
     found["tokens_per_s"] = rounded(1000 * batch_size * data["settings"]["seq_len"] / median)
     if data["roof"]:
@@ -99,7 +99,7 @@ def speed(data, batch_size, median, precision):
 
 
 def summarise(data):
-    """Compute the figures of each row and each batch size from their runs, in place."""
+    """Update the figures of each row and each batch size from its runs, in place."""
     by_name = {row["name"]: row for row in data["rows"]}
     baseline = next((row for row in data["rows"] if row["before"] is None), None)
     for row in data["rows"]:
@@ -127,7 +127,7 @@ def summarise(data):
 
 
 def read(path):
-    """A ladder.json as a dict. Raises OSError, or ValueError if it does not match results/ladder.schema.json."""
+    """Return a ladder.json as a dict. Raises OSError, or ValueError if results/ladder.schema.json rejects it."""
     schema = json.loads((ROOT / "results" / "ladder.schema.json").read_text(encoding="utf-8"))
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -140,7 +140,7 @@ def read(path):
 
 
 def save(path, data, in_one_line=r"\[[-\d\s.,e]+\]"):
-    """Write a ladder.json, with each list of numbers on one line. A crash leaves either the old file or the new one."""
+    """Write a ladder.json, with each list of numbers on one line. After a crash, the old or the new file exists."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     text = re.sub(in_one_line, lambda found: re.sub(r"\s+", " ", found[0]), text)
     new = Path(path).with_suffix(".new")
@@ -149,7 +149,7 @@ def save(path, data, in_one_line=r"\[[-\d\s.,e]+\]"):
 
 
 def commit():
-    """The measured commit, with a note if a tracked file differs from it. None without git or a repository."""
+    """Return the current commit, with a note if tracked files differ from it, or None without git or a repository."""
     if not shutil.which("git"):
         return None
     words = "git describe --always --exclude=* --abbrev=40".split()
@@ -158,7 +158,7 @@ def commit():
 
 
 def sources(commands):
-    """A hash of the programs in these commands and of input.txt. If it changes, a new measurement begins."""
+    """Return a hash of the programs in these commands and of input.txt. A new hash starts a new measurement."""
     files = {word for words in commands for word in words if word.endswith(".py")}
     return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in (*sorted(files), "input.txt"))).hexdigest()
 

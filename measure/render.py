@@ -19,7 +19,7 @@ RUNG, PEER = "#3b78c4", "#c8702a"
 COUNTED = "gpt2", 4, 1024  # model, B and T of the counts to show, from results/counts.json
 ALT = {
     "tokens": "Training speed",
-    "kernels": "Where the time of a step goes",
+    "kernels": "Where the step time goes",
     "memory": "Peak memory",
     "loss-steps": "Loss over steps",
     "loss-time": "Loss over time",
@@ -40,17 +40,17 @@ JINJA = jinja2.Environment(
 
 
 def part(name, **values):
-    """A template of measure/parts/, filled in with these values."""
+    """Return a template from measure/parts/, filled in with these values."""
     return JINJA.get_template(name).render(**values)
 
 
 def number(value, form, after=""):
-    """A number in a format such as ",.1f", followed by `after`; an empty string for None."""
+    """Format a number, for example with ",.1f", and append `after`. Return an empty string for None."""
     return "" if value is None else format(value, form) + after
 
 
 def times(ratio):
-    """The median speed-up over the passes with the lowest and highest, such as 1.52× (1.50–1.55)."""
+    """Return the median, lowest and highest speed-up over the passes, such as 1.52× (1.50–1.55)."""
     if not ratio:
         return ""
     spread = f" ({ratio['low']:.2f}–{ratio['high']:.2f})" if ratio["low"] != ratio["high"] else ""
@@ -58,19 +58,19 @@ def times(ratio):
 
 
 def label(data):
-    """The device and the model of a measurement, such as "CPU: AMD EPYC, nano"."""
+    """Return the device and the model of a measurement, such as "CPU: AMD EPYC, nano"."""
     device = data["machine"]
     return f"{'CPU: ' if device['device'] == 'cpu' else ''}{device['name']}, {data['settings']['model']}"
 
 
 def step(row):
-    """The median step in ms and its quartiles, such as 471.5 (390.9–526.1)."""
+    """Return the median step time in ms and the quartiles, such as 471.5 (390.9–526.1)."""
     low, high = row["quartiles_ms"]
     return f"{row['median_ms']:,.1f} ({low:,.1f}–{high:,.1f})"
 
 
 def cells(data):
-    """The table of scripts: a list of rows, each a dict of heading -> cell."""
+    """Return the table of scripts as a list of rows, each a dict of heading -> cell."""
     reserved = any(row["profile"] and row["profile"]["reserved_gib"] for row in data["rows"])
     fits, table = any(row["fit"] for row in data["rows"]), []
     for row in data["rows"]:
@@ -94,12 +94,12 @@ def cells(data):
             limit = too_large(fit.get("limit") or "")
             largest = fit.get("batch_size") or ("none" if limit else "")
             table[-1]["largest B"] = f"{largest}{'+' if limit == 'text' else ''}"
-            table[-1]["tokens/s there"] = number(fit.get("tokens_per_s"), ",.0f") or fit.get("error") or ""
+            table[-1]["tokens/s at largest B"] = number(fit.get("tokens_per_s"), ",.0f") or fit.get("error") or ""
     return table
 
 
 def batch_cells(data):
-    """The table of batch sizes and compile modes, like cells(). It may be empty."""
+    """Return the table of batch sizes and compile modes in the format of cells(). It may be empty."""
     return [
         {
             "rung 10": f"B {cell['batch_size']}",
@@ -114,13 +114,13 @@ def batch_cells(data):
 
 
 def commits(data):
-    """The commits of a measurement, shortened, such as "Commit 2e54cd5"."""
+    """Return the abbreviated commits of a measurement, such as "Commit 2e54cd5"."""
     known = [commit.replace(commit[:40], commit[:7]) for commit in data["commits"] if commit]
     return f"Commit {' and '.join(known)}" if known else "Commit unknown"
 
 
 def conditions(data):
-    """The machine, settings and date of a measurement, as a list of paragraphs."""
+    """Return the machine, settings and date of a measurement as a list of paragraphs."""
     rows, kernels = data["rows"], []
     profiled = [row for row in rows if row["profile"] and row["profile"]["attention"]]
     for kind, group in groupby(profiled, key=lambda row: row["profile"]["attention"]):
@@ -132,7 +132,7 @@ def conditions(data):
 
 
 def plain(lines, *tables):
-    """Lines, followed by tables, as text for a terminal."""
+    """Return lines followed by tables, as text for a terminal."""
     console = Console(width=250, file=io.StringIO(), force_terminal=False, markup=False, highlight=False)
     console.print(*lines, sep="\n", soft_wrap=True)
     for rows in filter(None, tables):
@@ -146,7 +146,7 @@ def plain(lines, *tables):
 
 
 def summary(data):
-    """A measurement as text: its conditions and its tables."""
+    """Return the conditions and tables of a measurement as text."""
     return plain(conditions(data), cells(data), batch_cells(data))
 
 
@@ -159,7 +159,7 @@ def bars(axes, rows, key, labels):
 
 
 def stacks(axes, names, rows, height):
-    """Stacked bars of the time of each row's step, by group."""
+    """Draw a stacked bar for each row: the step time by group."""
     left = np.zeros(len(rows))
     for kind, colour in GROUPS.items():
         widths = [row["profile"]["groups_ms"][kind] for row in rows]
@@ -170,12 +170,12 @@ def stacks(axes, names, rows, height):
 
 
 def good(row):
-    """The runs of a row that finished without an error."""
+    """Return the runs of a row that finished without an error."""
     return [run for run in row["runs"] if not run["error"]]
 
 
 def curves(axes, rows, over):
-    """Plot the losses of each row's first good run; over(run) gives the x-axis."""
+    """Plot the losses of each row's first successful run. over(run) returns the x values."""
     for place, row in enumerate(rows):
         run = good(row)[0]
         style = "-" if row["kind"] == "rung" and place < 10 else "--"
@@ -184,9 +184,9 @@ def curves(axes, rows, over):
 
 
 def three_counts(steps, log, wide=True):
-    """Bars for each of {script: step}: the ms per step in a public log (grey), and the three counts at its B, by group.
+    """Draw four bar plots of {script: step}: the ms per step in a public log, and the three counts by group.
 
-    The four plots are in one row, or in two rows of two for a narrow screen.
+    The counts use the batch size of the log. The plots are in one row, or in two rows of two for a narrow screen.
     """
     rows, columns = (1, 4) if wide else (2, 2)
     figure, kinds = Figure(figsize=(10.0, 3.5) if wide else (5.0, 7.6)), [kind for kind in GROUPS if kind != "idle"]
@@ -194,9 +194,9 @@ def three_counts(steps, log, wide=True):
     plots = ("ms", 1, ",.0f"), ("TFLOP", 1e12, ".2f"), ("GB moved", 1e9, ".0f"), ("kernels", 1, ",.0f")
     for place, (what, unit, form) in enumerate(plots):
         whose = (
-            f"counted here, batch {log['batch_size']}"
+            f"our counts, batch {log['batch_size']}"
             if place
-            else f"{log['card']}, batch {log['batch_size']}, by others"
+            else f"{log['card']}, batch {log['batch_size']}, public log"
         )
         axes, left = figure.add_subplot(rows, columns, place + 1), np.zeros(len(names))
         axes.set_title(f"{what} per step\n{whose}", fontsize=10)
@@ -217,7 +217,7 @@ def three_counts(steps, log, wide=True):
 
 
 def figures(data):
-    """{name: figure}, without the figures for which there are no data."""
+    """Return {name: figure} for the figures that the measurement has data for."""
     rows, made = [row for row in data["rows"] if row["median_ms"]], {}
     if not rows:
         return made
@@ -228,7 +228,7 @@ def figures(data):
         return made[name].add_subplot(title=f"{ALT[name]}{more}\n{heading}", xlabel=unit)
 
     labels = [f"{row['tokens_per_s']:,.0f} · {times(row['over_baseline'])}" for row in rows]
-    bars(axes("tokens", rows, "tokens per second", ", and times baseline"), rows, "tokens_per_s", labels)
+    bars(axes("tokens", rows, "tokens per second", " and speed-up over baseline"), rows, "tokens_per_s", labels)
     if remembered := [row for row in rows if row["peak_memory_gib"]]:
         whose = " of the process" if data["machine"]["device"] == "cpu" else " of the GPU's allocator"
         labels = [f"{row['peak_memory_gib']:.2f}" for row in remembered]
@@ -244,14 +244,14 @@ def figures(data):
 
 
 def svg(figure):
-    """A figure as SVG text. The same figure gives the same text."""
+    """Return a figure as SVG text. Equal figures give equal text."""
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
 
 
 def svg_file(figure):
-    """A figure as the text of an SVG file that follows the browser's dark mode."""
+    """Return a figure as the text of an SVG file that follows the browser's dark mode."""
     dark = (PARTS / "dark.css").read_text(encoding="utf-8").strip()
     return svg(figure).replace("</svg>", f"<style>{dark}</style></svg>")
 
@@ -268,7 +268,7 @@ def draw(made, folder):
 
 
 def write(folder):
-    """Write the table and the plots into the folder of a ladder.json. The table, summary.txt, is also printed."""
+    """Write summary.txt and the plots into the folder of a ladder.json, and print the summary."""
     data = read(folder / "ladder.json")
     text = summary(data)
     (folder / "summary.txt").write_text(text, encoding="utf-8")
@@ -277,9 +277,9 @@ def write(folder):
 
 
 def newest():
-    """{folder name: the newest finished measurement of a device and model}.
+    """Return {folder name: measurement} with the newest finished measurement of each device and model.
 
-    GPT-2 on GPUs comes first, then other models on GPUs, then CPUs; within each group the newest comes first.
+    GPT-2 on GPUs comes first, then other models on GPUs, then CPUs. In each group, the newest measurement comes first.
     """
     found, shown = [], {}
     for path in (ROOT / "results").glob("*/ladder.json"):

@@ -1,12 +1,12 @@
-"""Measure the peak of this device:  python measure/roof.py --model gpt2 --batch-size 4
+"""Measure the peak speed of this device:  python measure/roof.py --model gpt2 --batch-size 4
 
-It prints JSON with the TFLOP/s of matrix products and the GB/s of a copy. The products use each precision that the
-device supports, at the shapes of GPT-2's linear layers and at a large square. The copy counts both the bytes read and
-the bytes written. All data are random, because zeros can run faster.
+It prints JSON with the TFLOP/s of matmuls and the GB/s of a copy. The matmuls use each precision that the device
+supports, the shapes of GPT-2's linear layers, and one large square shape. The GB/s of the copy include both the bytes
+read and the bytes written. All data are random, because zeros can run faster.
 
-torch.utils.benchmark takes the median time between synchronizations. The result is the best of three rounds, because a
-peak is the speed without interference. A GPU first multiplies for 10 seconds, because a cold GPU runs at a higher clock
-than it can sustain during training.
+In each round, torch.utils.benchmark measures the median time between synchronizations. The result is the best of three
+rounds, because a peak is the speed without interference. On a GPU, the program first runs matmuls for 10 seconds,
+because a cold GPU runs at a higher clock than it can sustain during training.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from baseline import MODELS
 
 
 def flops_per_token(config, seq_len):
-    """FLOPs of one training step of a GPT-2, per token.
+    """Return the FLOPs per token of one training step of a GPT-2.
 
-    Each parameter of a matrix product needs 6 FLOPs: 2 in the forward pass and 4 in the backward pass (Kaplan et al.
-    2020). These parameters are 12 C^2 per layer and V * C in the head. Attention's two products of T x T scores, with
-    the masked half, add 12 * L * C * T. Embedding lookups do not count. The sum leaves out what only some
+    Each parameter in a matmul needs 6 FLOPs: 2 in the forward pass and 4 in the backward pass (Kaplan et al. 2020).
+    There are 12 C^2 such parameters per layer and V * C in the head. Attention's two matmuls with T x T scores add
+    12 * L * C * T, including the masked half. Embedding lookups do not count. The sum excludes the work that only some
     implementations do: rows that pad the vocabulary, and scores that flash attention computes twice.
     """
     L, C = config.n_layer, config.n_embd
@@ -37,7 +37,10 @@ def flops_per_token(config, seq_len):
 
 
 def products(config, tokens, square):
-    """Matmul shapes {name: (m, k, n)}, for (m, k) @ (k, n): each linear layer's forward pass, and one large square."""
+    """Return the matmul shapes {name: (m, k, n)} for (m, k) @ (k, n).
+
+    They are the forward pass of each linear layer, and one square shape.
+    """
     C = config.n_embd
     own = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
     own["lm_head"] = (C, config.vocab_size)
@@ -45,27 +48,27 @@ def products(config, tokens, square):
 
 
 def check_tf32(device):
-    """Raises RuntimeError if float32 products do not use TF32, which rounds 1 + 2^-12 to 1."""
+    """Raise RuntimeError if float32 matmuls do not use TF32, which rounds 1 + 2^-12 to 1."""
     x = torch.full((1024, 1024), 1 + 2**-12, device=device)
     if (x @ torch.eye(1024, device=device) != 1).any():
-        raise RuntimeError("PyTorch multiplied in plain float32 although TF32 was set")
+        raise RuntimeError("PyTorch used plain float32 although TF32 was enabled")
 
 
 def warm_up(device, seconds=10):
-    """Load a GPU to bring its clock and temperature to training levels. Returns gauge.reading() under load."""
+    """Run matmuls to bring a GPU to the clock and temperature of training. Return gauge.reading() under load."""
     gpu = find_gpu(gpu_id(torch.cuda.get_device_properties(device)))
     x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16 if "bf16" in precisions(device) else torch.float16)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for _ in range(50):
             x @ x
-        under_load = reading(gpu)  # while the queued products run
+        under_load = reading(gpu)  # while the queued matmuls run
         torch.accelerator.synchronize(device)
     return under_load
 
 
 def multiply(precision, shape, device):
-    """TFLOP/s of one product. Raises RuntimeError if the device or PyTorch does not support it."""
+    """Return the TFLOP/s of one matmul. Raises RuntimeError if the device or PyTorch does not support it."""
     m, k, n = shape
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     if precision == "tf32":
@@ -84,7 +87,7 @@ def multiply(precision, shape, device):
 
 
 def measure(config, tokens, device):
-    """All peaks, as a dict. If the device or torch does not support a product, its row contains the reason."""
+    """Return all peaks as a dict. If the device or torch does not support a matmul, its row contains the reason."""
     shapes = products(config, tokens, square=2048 if device.type == "cpu" else 8192)
     matmul = [
         {"precision": precision, "name": name, "shape": shape, "tflops": None, "error": None}
@@ -113,8 +116,8 @@ def measure(config, tokens, device):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("--model", choices=MODELS, default="gpt2", help="default gpt2")
-    parser.add_argument("--batch-size", type=int, default=4, help="B, default 4")
-    parser.add_argument("--seq-len", type=int, default=1024, help="T, default 1024")
+    parser.add_argument("--batch-size", type=int, default=4, help="batch size B, default 4")
+    parser.add_argument("--seq-len", type=int, default=1024, help="sequence length T, default 1024")
     add_device(parser)
     args = parser.parse_args()
     if args.batch_size < 1 or args.seq_len < 1:

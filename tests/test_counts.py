@@ -279,8 +279,8 @@ def test_the_picture_has_the_three_counts_of_every_rung_and_apart_from_them_what
         ends = [sum(bars[rung].get_width() for bars in figure.axes[3].containers) for rung in range(len(steps))]
         assert ends == [floor.totals(step)[2] for step in steps.values()]
         assert [axes.get_title("left").partition("\n")[2] for axes in figure.axes] == [
-            "A100, batch 8, by others",
-            *["counted here, batch 8"] * 3,
+            "A100, batch 8, public log",
+            *["our counts, batch 8"] * 3,
         ]
 
 

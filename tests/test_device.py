@@ -153,7 +153,7 @@ def test_other_work_is_noticed_on_the_cpu_and_on_the_gpu(nvml, monkeypatch):
     assert gauge.busy("GPU-1234-5678") == "other processes use the GPU: 1"
     assert gauge.busy(None) is None
     load.cpu, nvml.used = 10.0, 5 * 2**30
-    said = "other work uses 1.6 CPU cores; other processes use the GPU: 1; 5 GiB of GPU memory are in use"
+    said = "other programs use 1.6 CPU cores; other processes use the GPU: 1; 5 GiB of GPU memory is in use"
     assert gauge.busy("GPU-1234-5678") == said
 
 

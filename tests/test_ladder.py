@@ -363,7 +363,7 @@ def test_a_diff_in_a_file_has_no_colour_and_the_line_numbers_of_the_files(script
 def test_diff_refuses_a_rung_that_is_not_there_and_ends_with_its_reader():
     done = subprocess.run(["make", "diff-99"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
-    assert done.stderr.startswith("diff.py: error: there is no rung 99, only 01, 02, ")
+    assert done.stderr.startswith("diff.py: error: there is no rung 99: expected one of 01, 02, ")
     done = subprocess.run(["make", "diff-"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0 and "'diff-'" in done.stderr and "diff-.o" not in done.stderr
     done = subprocess.run("python dev/diff.py train | head -1", shell=True, cwd=ROOT, capture_output=True, text=True)

@@ -114,7 +114,7 @@ def test_the_site_and_the_measuring_do_without_the_tests_and_the_folders_above_t
         done = subprocess.run(
             [sys.executable, f"measure/{program}.py", "--help"], cwd=root, capture_output=True, text=True
         )
-        assert done.returncode == 0 or "kernels.py: error: --help: there is no such script" in done.stderr, done.stderr
+        assert done.returncode == 0 or "error: expected a script to run, not --help" in done.stderr, done.stderr
 
 
 def test_every_folder_has_a_readme_of_one_screen(tracked):

@@ -680,7 +680,7 @@ def test_another_gpu_torch_or_cuda_is_another_measurement(in_process, monkeypatc
     monkeypatch.setattr(measure, "ask", lambda *words: ask(*words) | other)
     with pytest.raises(SystemExit):
         in_process.call("--repeat", 2)
-    assert "has a measurement with different machine: name another folder" in capsys.readouterr().err
+    assert "has a measurement with different machine: use another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -718,7 +718,7 @@ def test_another_measurement_is_never_written_over(made_up):
     before = path.read_bytes()
     done = made_up.call("--repeat", 5, "--out", path.parent)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "has a measurement with different settings: name another folder" in done.stderr
+    assert "has a measurement with different settings: use another folder" in done.stderr
     assert path.read_bytes() == before
     assert made_up.call("--repeat", 5).returncode == 0  # without --out it makes a new folder
     other = path.parent.with_name(f"{path.parent.name}-2")
@@ -822,7 +822,7 @@ def test_a_batch_that_does_not_fit_is_told_from_a_run_that_fails(in_process, mon
     data = in_process.call("--only", "baseline", "--repeat", 1, "--fit")
     fit, failed = data["rows"][0]["fit"], cell == ""
     cells = render.cells(data)[0]
-    size, speed = cells["largest B"], cells["tokens/s there"]
+    size, speed = cells["largest B"], cells["tokens/s at largest B"]
     assert size == cell and (speed == fit["error"]) == bool(fit["error"]) == failed
     assert fit["batch_size"] == (int(cell.strip("+")) if cell not in ("", "none") else None)
     tried.clear()
@@ -932,7 +932,7 @@ def test_a_gpu_is_not_compared_with_a_cpu_nor_other_work(key, other, tmp_path, m
     monkeypatch.setattr("sys.argv", ["compare.py", str(tmp_path / "first"), str(tmp_path / "second")])
     with pytest.raises(SystemExit) as exit:
         compare.main()
-    said = f"compare.py: error: the measurements differ in {key}: you cannot compare their steps\n"
+    said = f"compare.py: error: the measurements differ in {key}: their step times are not comparable\n"
     assert (exit.value.code, capsys.readouterr().err) == (2, said)
 
 

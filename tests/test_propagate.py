@@ -228,7 +228,7 @@ def test_no_file_builds_on_the_last_one(clone):
     last = SCRIPTS[-1]
     clone.edit(last, *SHARED)
     done = clone.propagate(last)
-    assert (done.returncode, done.stdout) == (0, f"no script builds on {last}: nothing to carry the edit into\n")
+    assert (done.returncode, done.stdout) == (0, f"no script builds on {last}: nothing to change\n")
 
 
 def test_errors_are_one_line(clone):

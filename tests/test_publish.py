@@ -250,7 +250,7 @@ def test_an_error_in_a_table_changes_nothing(tmp_path):
     "old, new, said",
     [
         ("<!-- speeds,", "<!-- speed,", "there is no part speed"),
-        ("<!-- end of speeds -->", "", "a part has no end: speeds"),
+        ("<!-- end of speeds -->", "", "a part has no end comment: speeds"),
     ],
 )
 def test_a_comment_that_is_wrong_is_one_clear_error(tmp_path, old, new, said):

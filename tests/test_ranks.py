@@ -386,7 +386,7 @@ def test_the_all_reduce_is_measured(run):
     assert float(found[2]) == pytest.approx(29.453312 / float(found[1]), rel=0.02, abs=0.006)
     assert [line.split(" GPUs: ")[0] for line in rest] == ["2", "4", "8"]
     done = run("measure/allreduce.py")
-    assert done.returncode == 2 and "start it with torchrun" in done.stderr
+    assert done.returncode == 2 and "start this program with torchrun" in done.stderr
 
 
 @pytest.mark.slow

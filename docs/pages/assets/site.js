@@ -1,4 +1,4 @@
-// Runs in the head, so the first paint already has the reader's choices: the view of diffs, and the result to show.
+// This script runs in the head, so the first paint already shows the reader's choices: the diff view and the result.
 const chosen = document.head.appendChild(document.createElement("style"))
 
 function remembered(name) {
@@ -18,7 +18,7 @@ function show(name, value) {
 
 for (const name of ["view", "result"]) show(name, remembered(name))
 
-// On pageshow as well, because the back button may restore a page with older choices.
+// settle() also runs on pageshow, because the back button may restore a page with older choices.
 function settle() {
   for (const choice of document.querySelectorAll("[data-choice]")) {
     const name = choice.dataset.choice
@@ -41,7 +41,7 @@ document.addEventListener("DOMContentLoaded", () => {
     })
   }
 
-  // The name of a comparison's page has the two scripts in the order of the ladder.
+  // The file name of a comparison page lists the two scripts in ladder order.
   for (const form of document.querySelectorAll("form.compare")) {
     form.addEventListener("change", () => form.after.setCustomValidity(""))
     form.addEventListener("submit", (event) => {
@@ -53,7 +53,7 @@ document.addEventListener("DOMContentLoaded", () => {
     })
   }
 
-  // After a search the theme marks the hits on the page. Unfold the sections that contain them.
+  // After a search, the theme marks the hits on the page. Unfold the sections that contain hits.
   if (!new URLSearchParams(location.search).has("h")) return
   new MutationObserver(() => {
     for (const mark of document.querySelectorAll("details:not([open]) mark")) mark.closest("details").open = true
