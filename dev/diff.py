@@ -1,8 +1,8 @@
-"""Show the changes from the previous script to a script:  python dev/diff.py 02   (make diff-02)
+"""Show how a script differs from the previous script:  python dev/diff.py 02   (make diff-02)
 
-The example prints the docstring of speedup_02_tf32.py, and then git's diff of the code below the docstrings. On a
-terminal, the diff is a coloured word diff, or a coloured line diff if the script replaces several adjacent lines. In a
-file or a pipe, it is a plain line diff.
+The example above prints the docstring of speedup_02_tf32.py, followed by git's diff of the code below the docstrings.
+On a terminal, the diff is a coloured word diff, or a coloured line diff if the script replaces several adjacent lines.
+In a file or a pipe, it is a plain line diff.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from ladder import ROOT, code_diff, read_ladder, split
 
 
 def show(rung):
-    """Return a rung's docstring and diff, with the line numbers of the files. Raises OSError or ValueError."""
+    """Return a rung's docstring and diff. Line numbers match the files. Raises OSError or ValueError."""
     before, after = (split((ROOT / file).read_text(encoding="utf-8"))[0] for file in (rung.before, rung.file))
     old, new = before.count("\n"), after.count("\n")
     options = ["--color=never"]

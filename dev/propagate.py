@@ -36,7 +36,8 @@ SAYS = {  # state of a script that the edit reaches -> (message of --check, mess
 def git(*command):
     """Run git and return (its output, its exit status). Raises ValueError with git's own message if git fails."""
     done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True)
-    if done.returncode > 127 or (done.returncode and command[0] != "merge-file"):  # the number of conflicts
+    # The exit status of merge-file is the number of conflicts.
+    if done.returncode > 127 or (done.returncode and command[0] != "merge-file"):
         raise ValueError(done.stderr.decode())
     return done.stdout.decode(), done.returncode
 
@@ -93,7 +94,7 @@ def plan(source, edit, before, down, came_from=None, waiting=False):
             state = "marked"
         elif merged == now:
             state = "same"
-        elif now != head:  # mended: the edit conflicts with the committed code, and the rest of it is applied
+        elif now != head:  # mended: the edit conflicts with the committed code, but its other parts are applied
             mended = merge(script, head, edit)[1] and merge(script, now, edit, "--ours")[0] == now
             state = "mended" if mended else "own"
         elif waiting:
@@ -119,7 +120,7 @@ def propagate(name, down, check):
     if MARKS.search(now):
         raise ValueError(f"{file} still has conflict markers")
     if down and is_new(file):
-        raise ValueError(f"{file} is new: --down would put its idea into the earlier files")
+        raise ValueError(f"{file} is new: --down would add its change to the earlier files")
     if now == head:
         print(f"{file} has no uncommitted change outside its docstring: nothing to carry")
         print("(if you have committed the edit, git reset --soft HEAD~1 undoes the commit and keeps the edit)")

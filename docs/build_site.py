@@ -60,7 +60,7 @@ LATER = "<div>The diff of two scripts</div>"  # replaced after Zensical has run,
 
 @dataclass
 class Line:
-    """A line of a diff. `old` and `new` are its numbers on the two sides, or None if a side lacks the line."""
+    """A line of a diff. `old` and `new` are its line numbers on each side, or None if that side lacks the line."""
 
     sign: str
     old: int | None
@@ -305,8 +305,8 @@ class Site:
     def head(self, rung, predicted=""):
         """Return the figures at the top of a rung's page: the reading time, the predicted gain and the measured gain.
 
-        The predicted gain is the ratio of two step times: the previous rung's and this rung's. Each step time is the
-        middle of a range in results/predictions.toml.
+        The predicted gain is the step time of the previous rung divided by the step time of this rung. Each of them is
+        the middle of a range in results/predictions.toml.
         """
         for one in read_toml("results/predictions.toml")["prediction"]:
             middles = [sum(one["ms"].get(script, ())) / 2 for script in (rung.before, rung.file)]
@@ -365,7 +365,7 @@ class Site:
         return self.part("measured.html", script=rung.file, predicted=predicted, found=found, predictions=predictions)
 
     def plots(self, name, rows):
-        """Plot step times, losses and time by group for a script and the previous script -> [(alt text, SVG)]."""
+        """Plot step times, losses and kernel groups of a script and the previous script -> [(alt text, SVG)]."""
         names, spread, made = [title(row["name"]) for row in rows], np.random.default_rng(0), []
 
         def axes(text, values, **labels):
@@ -418,7 +418,7 @@ class Site:
         return self.part("run.html", machine=machine, evaluations=evaluations, best=best, picture=picture)
 
     def write(self, folder):
-        """Write each page as Markdown, and Zensical's configuration. Raises ValueError if a page has a mistake."""
+        """Write the pages as Markdown, and the configuration of Zensical. Raises ValueError if a page is invalid."""
         pages = folder / "pages"
         shutil.copytree(DOCS / "pages", pages)
         rungs = {f"rungs/{Path(rung.file).stem}.md": rung for rung in self.rungs}

@@ -115,11 +115,11 @@ def cell(ms, written_out_ms):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("--seq-lens", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], help="values of T")
+    parser.add_argument("--seq-lens", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], help="sequence lengths")
     parser.add_argument("--batch-size", type=int, default=4, help="batch size B, default 4")
     parser.add_argument("--heads", type=int, default=12, help="number of heads, default 12 as in GPT-2 124M")
     parser.add_argument("--head-size", type=int, default=64, help="dimension of each head, default 64")
-    parser.add_argument("--dtype", choices=DTYPES, help="default bf16 if the device supports it")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the first that the device supports")
     add_device(parser)
     args = parser.parse_args()
     B, n_head, head_size, device = args.batch_size, args.heads, args.head_size, args.device

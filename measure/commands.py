@@ -1,4 +1,4 @@
-"""List the rows of the table, build the command for each row, and run it without the variables in OVERRIDES."""
+"""Define the rows of the table, build their commands, and run them without the variables in OVERRIDES."""
 
 import json
 import os
@@ -24,7 +24,7 @@ TEN = "speedup_10_fused_adamw.py"
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table. Python runs the arguments in `words`. The row is compared with the row named `before`."""
+    """A row of the table. `words` are the arguments for Python. The row is compared with the row named `before`."""
 
     name: str
     words: tuple

@@ -1,7 +1,7 @@
 """Compare two measurements:  python measure/compare.py results/FOLDER results/FOLDER
 
-For each script in both measurements, it prints the two median step times with their quartiles, and how many times as
-fast the second measurement is. It also prints whether the two interquartile ranges touch. If they do, the difference
+For each script in both measurements, it prints the two median step times with their quartiles, and the speed-up of the
+second measurement over the first. It also prints whether the two interquartile ranges touch. If they do, the difference
 may be noise.
 """
 

@@ -144,7 +144,7 @@ class Counter(TorchDispatchMode):
 
 
 class Scheduled(BaseException):
-    """Carries the kernels of Inductor's schedule. Inductor would wrap a subclass of Exception."""
+    """Carries the kernels of Inductor's schedule. It is a BaseException, because Inductor would wrap an Exception."""
 
 
 def moved(node):

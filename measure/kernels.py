@@ -1,10 +1,10 @@
 """Break the step time down by kind of kernel:  python measure/kernels.py speedup_05_compile.py --steps 10
 
-It runs the unmodified script under torch.profiler and profiles 3 steps after the warm-up. After the script's output, it
-prints one line of JSON: milliseconds per step for each group, the attention kernel that ran, and the peak memory that
-PyTorch reserved, in GiB. On a GPU, it groups kernels by their names and by the operations that launched them. The group
-"idle" is the time in which no kernel ran. On a CPU, it groups operations, and the time of an operation excludes the
-operations that it calls. The group "idle" is then the time spent in Python and dispatch.
+It runs the unmodified script under torch.profiler and profiles 3 steps after 5 warm-up steps. After the script's
+output, it prints one line of JSON: milliseconds per step for each group, the attention kernel that ran, and the peak
+memory that PyTorch reserved, in GiB. On a GPU, it groups kernels by their names and by the operations that launched
+them. The group "idle" is the time in which no kernel ran. On a CPU, it groups operations, and the time of an operation
+excludes the operations that it calls. The group "idle" is then the time spent in Python and dispatch.
 """
 
 import json
@@ -20,7 +20,7 @@ GROUPS = {
     "optimizer": r"optimizer\.|adam|multi_tensor|_foreach_|vector_norm|lpnorm",
     # bmm: the batched matmuls of written-out attention
     "attention": r"flash|fmha|attention|sdpa|bmm",
-    # nvjet: cuBLAS on Hopper and later; tem_fused: a matmul that Inductor fused with later operations
+    # nvjet: cuBLAS on Hopper and later; tem_fused: a matmul that Inductor generated and fused with later operations
     "matmul": r"gemm|gemv|nvjet|cutlass|cublas|splitk|tem_fused|^aten::_?(add|scaled_)?mm(_activation)?$",
     "softmax and loss": r"softmax|logsumexp|nll_loss|cross_entropy",
     "copies": r"memcpy|memset|direct_copy|aten::(copy_|_to_copy|clone|fill_|zero_|cat|stack)$|"

@@ -1,11 +1,11 @@
 """Measure the whole ladder on this machine:  python measure/measure.py   (make ladder)
 
 It runs each script in its own process, as a user would, and parses the lines that the script prints. All scripts use
-the same B, T and model. The folder results/<device>-<date>/ then contains ladder.json, the table as summary.txt, and
-plots. --repeat R makes R passes over the ladder. Every second pass runs in reverse order (A B C, C B A, A B C ...), to
-reduce the effect of a drift in the machine's speed. A speed-up is the ratio of two step times in one pass, and the
-table shows the median over the passes. The most important results come first: the device's peak, one pass over the
-ladder, the profile, the table of batch sizes, the peers, further passes, and the largest batch.
+the same B, T and model. It writes ladder.json, the table as summary.txt, and plots to results/<device>-<date>/.
+--repeat R makes R passes over the ladder. Every second pass runs in reverse order (A B C, C B A, A B C ...), to reduce
+the effect of drift in the machine's speed. A speed-up is the ratio of two step times in the same pass, and the table
+shows the median over the passes. The most important results come first: the device's peak, one pass over the ladder,
+the profile, the table of batch sizes, the peers, further passes, and the largest batch.
 
 If Ctrl-C or --budget ends a measurement early, all completed runs are kept. To continue the measurement and retry
 failed runs, run the command again. You can continue on another host that has the same GPU, torch and CUDA. All runs of
@@ -43,7 +43,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # Ctrl-C, shutdown, end
 
 
 def largest(fits, start=16):
-    """Return the largest power of two that fits, or 0. The search doubles or halves, but skips from 16 to 64."""
+    """Return the largest power of two that fits, or 0. It doubles or halves the size, but jumps from 16 to 64."""
     fit, miss, size = 0, 8192, start
     while fit < size < miss:
         if fits(size):
@@ -290,7 +290,7 @@ def arguments():
     parser.add_argument("--repeat", type=int, help="passes over the ladder, default 3, or 1 on a CPU")
     parser.add_argument("--device", help="default: the accelerator that PyTorch finds, or cpu")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NN", help="only these rungs and the rungs that they are compared with"
+        "--only", nargs="+", default=[], metavar="NN", help="only these rungs, such as 05 06, and their previous rungs"
     )
     parser.add_argument("--peers", action="store_true", help="also measure loops built on transformers, and torchrun")
     parser.add_argument("--branches", action="store_true", help="also measure the scripts in branches/")

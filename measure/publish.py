@@ -125,7 +125,7 @@ def floors(steps):
 
 
 def beside(measured, logs, counts):
-    """Yield (log, its table of step times and floors, the rungs sorted by measured gain and by the floor's gain).
+    """Yield (log, its table of step times and floors, the rungs sorted by measured gain and by floor gain).
 
     Public logs come first, and then our measurements on GPUs. The floors for our GPUs use their measured peaks.
     """
@@ -232,7 +232,7 @@ def with_parts(path, texts):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("folders", nargs="*", type=Path, help="default: the newest of each device and model")
+    parser.add_argument("folders", nargs="*", type=Path, help="default: the newest results of each device and model")
     args = parser.parse_args()
     try:
         folders = [folder.resolve() for folder in args.folders]

@@ -44,7 +44,7 @@ def parse(text, errors="", status=0, steps=None):
 
 
 def too_large(error):
-    """Return the limit that a failed run's batch exceeded, "memory" or "text", or None if it failed otherwise."""
+    """Return the limit that a failed run's batch exceeded, "memory" or "text". Return None for another error."""
     if "out of memory" in error:
         return "memory"
     return "text" if " tokens, but B " in error else None  # DataLoaderLite's message
@@ -81,7 +81,7 @@ def rounded(number):
 
 
 def precision_used(wanted, said):
-    """Return the precision that a rung used. Its output reports a precision that the device lacks."""
+    """Return the precision that a rung used. The rung's output reports each precision that the device lacks."""
     if wanted == "bf16" and "no bf16 here" in said:
         wanted = "tf32"
     return "float32" if wanted == "tf32" and "no TF32 here" in said else wanted
@@ -140,7 +140,7 @@ def read(path):
 
 
 def save(path, data, in_one_line=r"\[[-\d\s.,e]+\]"):
-    """Write a ladder.json, with each list of numbers on one line. After a crash, the old or the new file exists."""
+    """Write a ladder.json, with each list of numbers on one line. A crash leaves the old or the new file intact."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     text = re.sub(in_one_line, lambda found: re.sub(r"\s+", " ", found[0]), text)
     new = Path(path).with_suffix(".new")
@@ -149,7 +149,10 @@ def save(path, data, in_one_line=r"\[[-\d\s.,e]+\]"):
 
 
 def commit():
-    """Return the current commit, with a note if tracked files differ from it, or None without git or a repository."""
+    """Return the current commit, with a note if tracked files differ from it.
+
+    If git or the repository is missing, the result is None.
+    """
     if not shutil.which("git"):
         return None
     words = "git describe --always --exclude=* --abbrev=40".split()
@@ -158,7 +161,7 @@ def commit():
 
 
 def sources(commands):
-    """Return a hash of the programs in these commands and of input.txt. A new hash starts a new measurement."""
+    """Return a hash of the programs in these commands and of input.txt. A new hash requires a new measurement."""
     files = {word for words in commands for word in words if word.endswith(".py")}
     return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in (*sorted(files), "input.txt"))).hexdigest()
 

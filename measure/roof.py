@@ -39,7 +39,7 @@ def flops_per_token(config, seq_len):
 def products(config, tokens, square):
     """Return the matmul shapes {name: (m, k, n)} for (m, k) @ (k, n).
 
-    They are the forward pass of each linear layer, and one square shape.
+    They cover the forward pass of each linear layer, and one square matmul.
     """
     C = config.n_embd
     own = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
