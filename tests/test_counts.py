@@ -210,7 +210,7 @@ def test_a_card_is_one_of_the_table_or_what_roof_py_printed(tmp_path):
         assert floor.Card.read(str(roof)).floor_ms({floor.Kernel("mm", "", precision, 3 * 10**9, 0): 1}) == (2, 0)
     for wrong in ({"ceilings_tflops": []}, {"copy_gb_per_s": 0}, {"copy_gb_per_s": None}, {"ceilings_tflops": {}}):
         roof.write_text(json.dumps({"ceilings_tflops": {"float32": 1.5}, "copy_gb_per_s": 20} | wrong))
-        with pytest.raises(ValueError, match="not what roof.py printed"):
+        with pytest.raises(ValueError, match="does not contain the output of roof.py"):
             floor.Card.read(str(roof))
 
 
@@ -218,11 +218,11 @@ def test_a_card_is_one_of_the_table_or_what_roof_py_printed(tmp_path):
     ("option", "value", "said"),
     [
         ("--card", "4O90", "output, or one of T4, RTX 3080"),
-        ("--card", "README.md", "not what roof.py printed"),
+        ("--card", "README.md", "does not contain the output of roof.py"),
         ("--card", "dev", "one of T4"),
         ("--card", "", "one of T4"),
-        ("--out", "nowhere/counts.json", "no file can be written"),
-        ("--out", "results", "no file can be written"),
+        ("--out", "nowhere/counts.json", "cannot write a file"),
+        ("--out", "results", "cannot write a file"),
         ("--batch-size", "0", "must be at least 1"),
         ("--batch-size", "512", "338025 tokens, but B 512"),
     ],
