@@ -85,7 +85,7 @@ def test_a_script_that_is_copied_without_the_tokenizer_asks_for_it(script, tmp_p
     shutil.copy(ROOT / script, copy)
     monkeypatch.setattr(load(script), "__file__", str(copy))
     monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
-    says = rf"there is no {tmp_path}/tokenizer: copy the folder tokenizer/ together with this script"
+    says = rf"{tmp_path}/tokenizer is missing: copy the tokenizer/ folder along with this script"
     refused(script, "--device", "cpu", "--data", ROOT / "input.txt", says=says)
 
 
