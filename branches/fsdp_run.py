@@ -217,7 +217,7 @@ def parse_args():
     parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
     parser.add_argument("--save", metavar="FILE", type=Path, help="file for the final weights (a state dict)")
     parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="folder for checkpoints; none by default")
-    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="steps, default 250; also at the end")
+    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="N steps and at the end, default 250")
     parser.add_argument("--keep", metavar="K", type=int, default=2, help="how many checkpoints to keep, default 2")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if one exists")
     parser.add_argument("--log-file", metavar="FILE", help="append one line of JSON per step to this file")
@@ -429,7 +429,7 @@ def save_checkpoint(args, run, model, optimizer, log):
         path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
         save_whole(path, run | {"model": weights, "optim": moments})
         print(f"saved {path}", flush=True)
-        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # any later one is damaged
+        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # later ones are damaged
         for old in [*paths[: -args.keep], *path.parent.glob("*.pt.tmp")]:  # .tmp: left by a kill during a save
             old.unlink()
 

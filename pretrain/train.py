@@ -2,8 +2,8 @@
 
 Each of these three evaluations runs forward passes of one fixed shape, so it can use the compiled model. Shorter inputs
 are padded, which does not change the results, because no token attends to later tokens. The work of each evaluation is
-split among the ranks. The script saves a checkpoint before each evaluation, and a run that resumes from this checkpoint
-repeats the evaluation. The defaults are the recipe for GPT-2 124M on 10B tokens.
+split among the ranks. With --checkpoint-dir, the script saves a checkpoint before each evaluation after step 0. If you
+resume from this checkpoint, the evaluation runs again. The defaults are the recipe for GPT-2 124M on 10B tokens.
 
 When it does not help: it is unsuitable for measuring speed, because the printed step times exclude the evaluations.
 
@@ -282,12 +282,12 @@ def parse_args():
     parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
     parser.add_argument("--save", metavar="FILE", type=Path, help="file for the final weights (a state dict)")
     parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="folder for checkpoints; none by default")
-    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="steps, default 250; also at the end")
+    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="N steps and at the end, default 250")
     parser.add_argument("--keep", metavar="K", type=int, default=2, help="how many checkpoints to keep, default 2")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if one exists")
     parser.add_argument("--log-file", metavar="FILE", help="append one line of JSON per step to this file")
     parser.add_argument("--warmup-steps", metavar="N", type=int, default=715, help="default 715")
-    parser.add_argument("--eval-every", metavar="N", type=int, default=250, help="steps, default 250; also at the end")
+    parser.add_argument("--eval-every", metavar="N", type=int, default=250, help="N steps and at the end, default 250")
     parser.add_argument("--prompt", default="Hello, I'm a language model,", help="the start of every sample")
     parser.add_argument("--hellaswag", metavar="FILE.jsonl", help="JSONL file, or Rowan/hellaswag from the hub")
     parser.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
@@ -512,7 +512,7 @@ def save_checkpoint(args, run, model, optimizer, log):
         path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
         save_whole(path, run | {"model": weights, "optim": moments})
         print(f"saved {path}", flush=True)
-        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # any later one is damaged
+        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # later ones are damaged
         for old in [*paths[: -args.keep], *path.parent.glob("*.pt.tmp")]:  # .tmp: left by a kill during a save
             old.unlink()
 
