@@ -2,9 +2,8 @@
 
 fused=True is for speed. By default, AdamW on a GPU runs a kernel for each operation of its formula, with 20 memory
 accesses per weight in total. The fused kernel makes 7: it reads the weight, the gradient and both averages, and writes
-all but the gradient. For 124M float32 weights, that is 3.5 GB instead of 10 GB. The parameter groups are for quality.
-Up to rung 09, all parameters use PyTorch's default weight decay of 0.01. This script uses 0.1 for matrices, as in
-GPT-3, and no weight decay for biases and LayerNorm parameters.
+all but the gradient. For 124M float32 weights, that is 3.5 GB instead of 10 GB. The parameter groups are for quality:
+matrices use GPT-3's weight decay of 0.1 instead of PyTorch's default of 0.01, and biases and LayerNorm use none.
 
 When it does not help: with a large batch, the optimizer takes only a small fraction of the step time. Weight decay
 matters only in long runs.
