@@ -147,7 +147,7 @@ WRONG_CORPUS = {
     "a row without text": (["hole.jsonl"], "no text"),
     "not JSON": (["broken.jsonl"], "broken.jsonl"),
     "a file that is no shard": (["a.jsonl", "--out", "foreign"], r"--out \S*foreign: \S*x.bin is not a shard"),
-    "shards of something else": (["a.jsonl", "--out", "public"], "public.*something else"),
+    "shards of something else": (["a.jsonl", "--out", "public"], "public.*another source"),
     "shards of the format before": (
         ["a.jsonl", "--out", "old"],
         "000000.bin has an old, unsupported format: ",
@@ -300,7 +300,7 @@ def test_shards_without_train_or_val_in_their_names_are_refused(names, tmp_path,
     for name in names:
         write_shard(tmp_path / f"{name}.bin", np.arange(3000))
     words = "--data", tmp_path, "--steps", 1, "--total-batch-size", 512  # short, in case it is not refused
-    refused(TRAIN, *words, says=rf"{re.escape(str(tmp_path))}: \d shards are named .* both")
+    refused(TRAIN, *words, says=rf"{re.escape(str(tmp_path))}: \d shards match .* both")
 
 
 def test_a_shard_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

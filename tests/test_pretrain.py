@@ -349,8 +349,8 @@ def test_a_run_on_a_gpu_evaluates_and_continues(run, arguments, tmp_path, ranks,
 
 WRONG_RUN = {
     "no shards": (["--data", "nowhere"], "nowhere: .*No such file"),
-    "a validation shard too short": (["--data", "shards"], "shards: 100 tokens for validation, T 500 needs 501"),
-    "a text too short to hold some out": (["--data", "short.txt"], r"1\d\d tokens for validation, T 500"),
+    "a validation shard too short": (["--data", "shards"], "shards: 100 tokens for validation, but T 500 needs 501"),
+    "a text too short to hold some out": (["--data", "short.txt"], r"1\d\d tokens for validation, but T 500"),
     "a prompt longer than 1024": (["--prompt", "word " * 1100], "--prompt: 1101 tokens"),
     "HellaSwag that is not JSON": (
         ["--hellaswag", "broken.jsonl"],

@@ -292,7 +292,7 @@ def test_modes_with_cuda_graphs_are_refused_where_gradients_add_up(script, mode,
     words = "--device", "cpu", "--batch-size", 1, "--seq-len", 8, "--compile-mode", mode
     monkeypatch.setattr("sys.argv", [script, *map(str, words), "--total-batch-size", "8"])
     assert load(script).parse_args().compile_mode == mode
-    says = f"--compile-mode {mode} cannot add up gradients: set --total-batch-size 8$"
+    says = f"--compile-mode {mode} allows one micro-step: set --total-batch-size 8$"
     refused(script, *words, "--total-batch-size", 16, says=says)
 
 
