@@ -3,10 +3,11 @@
     python tests/kills.py 50        prints a line per kill and a summary; exits with status 1 if a check fails
 
 The run trains nano under torchrun with two ranks on the CPU. With --ranks 1, it uses one rank; with --device cuda, it
-uses one rank on a GPU. It saves a checkpoint every 3 steps. Each kill comes 1 to 6 steps after the checkpoint that the
-run loaded; about a third of the kills then also wait until a save begins. A resumed run must start from the last finished
-checkpoint. At the end, the losses of all steps and the weights must match the uninterrupted run bit for bit. On a GPU,
-the order of atomic additions varies, so small differences are allowed. A lost step would cause larger differences.
+uses one rank on a GPU. It saves a checkpoint every 3 steps. Each kill comes 1 to 6 steps after the checkpoint from
+which the run started. About a third of the kills then also wait until a save begins. A resumed run must start from the
+last finished checkpoint. At the end, the losses of all steps and the weights must match the uninterrupted run bit for
+bit. On a GPU, the order of atomic additions varies, so small differences are allowed. A lost step would cause larger
+differences.
 """
 
 import argparse
@@ -137,13 +138,14 @@ def main():
             while_saving += size > 0
             assert kept >= before and reached - kept <= EVERY, f"the log has {reached} steps, the checkpoint {kept}"
             print(
-                f"kill {done}: {reached} steps in the log, {kept} in the checkpoint, {size:,} bytes of an unfinished one",
+                f"kill {done}: {reached} steps in the log, {kept} in the checkpoint, {size:,} bytes of the next one",
                 flush=True,
             )
         assert start(stormy, args, steps).wait() == 0
         assert len(log(calm)) == steps, f"the uninterrupted run has {len(log(calm))} of {steps} steps"
         loss, off = compare(calm, stormy, exact=args.device == "cpu")
-    print(f"{done} kills, {while_saving} during a save: {steps} losses and the weights match an uninterrupted run", end="; ")
+    print(f"{done} kills, {while_saving} during a save:", end=" ")
+    print(f"{steps} losses and the weights match an uninterrupted run; ", end="")
     print(f"losses differ by at most {loss:.6f}, weights by {off:.1e}")
 
 

@@ -43,7 +43,10 @@ def test_a_step_whose_gradient_overflows_is_skipped_and_said(monkeypatch):
 
 
 def test_a_growing_scale_is_not_a_skipped_step(monkeypatch):
-    """A growing scale is not reported as a skipped step. In this test, it doubles after 2 good steps, not 2,000."""
+    """A growing scale is not reported as a skipped step.
+
+    In this test, the scale doubles after 2 good steps. The default is 2,000.
+    """
     monkeypatch.setattr(
         torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=1024.0, growth_interval=2)
     )

@@ -90,7 +90,7 @@ def test_a_script_that_is_copied_without_the_tokenizer_asks_for_it(script, tmp_p
 
 
 def test_a_reader_that_leaves_ends_the_run_without_a_word(tmp_path):
-    """If the process that reads a run's output exits, as `head` does, the run ends with status 1 and prints no error."""
+    """If the reader of a run's output exits, as `head` does, the run ends with status 1 and prints no error."""
     command = f"{sys.executable} {ROOT / 'baseline.py'} --batch-size 1 --seq-len 8 --steps 1000 | head -n 5"
     words = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)

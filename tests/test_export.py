@@ -86,7 +86,7 @@ def test_a_file_of_save_is_read_too(tmp_path, name):
 
 
 def test_the_number_of_heads_follows_from_the_width():
-    """The number of heads, which a state dict lacks, is derived from the hidden size. By default, heads have size 64."""
+    """The number of heads, which a state dict lacks, follows from the hidden size. By default, heads have size 64."""
     script = load(LONG)
     configs = [*script.MODELS.values(), script.GPTConfig(n_layer=6), script.GPTConfig(n_layer=2, n_head=8, n_embd=512)]
     configs.append(script.GPTConfig(n_layer=1, n_head=1, n_embd=48))
@@ -195,7 +195,7 @@ def test_the_samples_of_a_command(run, small):
 
 
 def test_a_sample_is_printed_as_it_comes(write, monkeypatch, capsys):
-    """Text is printed before the next token is computed. A character of several tokens is printed once it is complete."""
+    """Text is printed before the next token is computed. A multi-token character is printed once it is complete."""
     printed, wanted = [], iter(encode("🙂 and 漢字 and more"))
     forward = GPT2LMHeadModel.forward
 

@@ -49,7 +49,7 @@ def scores(path, model):
 
 
 def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
-    """Hand-made examples get their known scores. This model prefers " cat" to " dog" by 1 nat and to others by 20 nats."""
+    """Hand-made examples get their known scores. This model prefers " cat" to " dog" by 1 nat, to others by 20."""
     long = "A much longer context, which costs a lot"
     lines = [  # (example, whether the sum picks the right ending, whether the mean picks it)
         (example(["cat cat", "dog dog", "sun", "sun sun"], 0), True, True),
