@@ -511,7 +511,7 @@ def clone(small, tmp_path):
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory, inductor_cache):
-    """Return a function that runs a script in a separate process, without a network and in an empty home folder.
+    """Return a function that runs a script in a separate process, offline and in an empty home folder.
 
     The function returns the completed process and adds the files left behind, the steps and the losses to it.
     """
@@ -522,7 +522,7 @@ def run(tmp_path_factory, inductor_cache):
         if torchrun:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
             command[1:1] = [*launcher, f"--nproc_per_node={torchrun}", f"--max-restarts={restarts}"]
-        kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"  # from LD_ on: for GPUs
+        kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"  # a GPU needs those from LD_ on
         env = {name: value for name, value in os.environ.items() if re.fullmatch(kept, name)}
         packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # set by the user
         env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "offline"), *packages]))}

@@ -107,7 +107,7 @@ def test_no_document_is_lost_or_written_twice(shard, files, tokens, tmp_path, ki
 def test_a_killed_run_completes_the_same_shards(files, tmp_path, kind):
     """After two kills, early and late, running fineweb.py again completes the shards of an uninterrupted run."""
     out = tmp_path / "shards"
-    inputs = sorted(files.glob(kind)) * 3  # enough input that the kills come before the end
+    inputs = sorted(files.glob(kind)) * 3  # a longer input, so that the kills come before the end
     command = [sys.executable, ROOT / "pretrain/fineweb.py", *inputs, "--shard-size", "1000", "--out"]
     subprocess.run([*command, tmp_path / "undisturbed"], check=True, capture_output=True)
     for count in (1, 60):

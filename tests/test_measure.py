@@ -1002,7 +1002,7 @@ def test_committed_results_are_valid_and_add_up(path):
 
 @pytest.mark.slow
 def test_make_ladder_measures_every_row(clone):
-    """`make ladder` with --peers, --branches and --profile measures real scripts, despite being interrupted once.
+    """`make ladder` with --peers, --branches and --profile measures the real scripts, even if interrupted once.
 
     The scripts are not compiled. Rungs 01, 02 and 04 to 09 are left out to save time.
     """

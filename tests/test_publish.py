@@ -22,7 +22,7 @@ from ladder import changed_lines, read_toml
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COUNTS = floor.read_counts()
 PUBLIC = read_toml("results/public.toml")
-PAGES = "README.md", "docs/pages"  # the file and folder that publish.py updates
+PAGES = "README.md", "docs/pages"  # publish.py updates this file and this folder
 CPU = record.read(ROOT / "results" / "cpu-amd-epyc-2026-11-23" / "ladder.json")  # three passes of nano
 
 
