@@ -15,7 +15,7 @@ MISTAKES = [mistake for mistakes in read_toml("dev/mistakes.toml").values() for 
 
 
 def plant(mistake, source):
-    """The source with the mistake planted, or None if a line to change does not occur exactly once."""
+    """Return the source with the mistake planted, or None if a line to change does not occur exactly once."""
     for right, wrong in mistake["edits"]:
         if source.count(right) != 1:
             return None
@@ -24,7 +24,7 @@ def plant(mistake, source):
 
 
 def looked_at(check):
-    """The scripts with which a test is parametrized."""
+    """Return the scripts with which a test is parametrized."""
     file, name = check.split("[")[0].split(".py::")
     for mark in getattr(importlib.import_module(file), name).pytestmark:
         if mark.name == "parametrize" and mark.args[0].startswith("script"):  # or "script, case"
@@ -34,7 +34,7 @@ def looked_at(check):
 
 
 def places(mistake):
-    """The files to plant a mistake in: one for all scripts that share the edited definitions byte for byte."""
+    """Return the files to plant a mistake in, one for each group of scripts with identical edited definitions."""
     file, check, edits = mistake["file"], mistake["check"], mistake["edits"]
     if "{script}" not in check:
         return [file]
