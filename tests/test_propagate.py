@@ -1,4 +1,4 @@
-"""An edit to a shared line reaches every script that builds on the edited one, and a conflict loses no change."""
+"""An edit of a shared line is copied to every script that builds on the edited script; a conflict loses no change."""
 
 import shutil
 import subprocess
