@@ -1,4 +1,4 @@
-"""On a CUDA GPU, runs with the other compile modes and with NCCL have the default run's losses within 0.02."""
+"""On a CUDA GPU, the other compile modes and NCCL reproduce the losses of the default run within 0.02."""
 
 import pytest
 from conftest import trouble

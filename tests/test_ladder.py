@@ -1,4 +1,4 @@
-"""Each script differs from the previous script only in its one idea.
+"""Each script differs from the previous script by one idea only.
 
 `ladder.toml` lists the definitions that an idea may change. All other lines are identical byte for byte, no diff
 exceeds its line limit, and every script runs without the others. The tests also break each rule on purpose and check

@@ -1,7 +1,7 @@
 """Several processes give the same results as one process, and all of them exit if one is lost.
 
-The tests use 1, 2 and 4 ranks, several splits of a batch, DDP and FSDP2. The gradients match a single process within 1e-5.
-A run that is killed three times with SIGKILL ends with the losses and weights of an uninterrupted run (`python
+The tests use 1, 2 and 4 ranks, several splits of a batch, DDP and FSDP2. The gradients match a single process within
+1e-5. A run that is killed three times with SIGKILL ends with the losses and weights of an uninterrupted run (`python
 tests/kills.py 50` kills it fifty times).
 """
 

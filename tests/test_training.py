@@ -1,6 +1,6 @@
 """The training loop handles the timer, the seed, gradients, clipping and the learning rate correctly.
 
-The tests record the calls in the loop and the changes of the weights. The timer is read after the device has finished,
+The tests record the calls in the loop and the changes to the weights. The timer is read after the device has finished,
 also on a simulated GPU. The gradients start at zero and are all-reduced once per step. The printed speed, norm and
 learning rate are the values of that step.
 """
