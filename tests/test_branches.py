@@ -1,4 +1,4 @@
-"""fp16 skips a step whose gradient overflows, and all attention kernels compute the same up to rounding."""
+"""In fp16, a step is skipped if a gradient overflows, and all attention implementations agree up to rounding."""
 
 import functools
 import math

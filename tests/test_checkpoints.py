@@ -1,4 +1,7 @@
-"""A killed run resumes bit for bit; damaged files, full disks and other runs' folders destroy no good checkpoint."""
+"""A killed run that is resumed matches an uninterrupted run bit for bit.
+
+A damaged file, a full disk, or another run that is started in the same folder does not destroy a good checkpoint.
+"""
 
 import functools
 import json

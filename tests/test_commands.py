@@ -1,7 +1,7 @@
 """Commands in READMEs, pages, docstrings and `make help` work as written.
 
-A long command runs until its second step. A command is not run if it needs a GPU, the hub or minutes, or if another
-test file runs it. The file lists these commands with the reason.
+A long training run is interrupted at its second step. A command is not run if it needs a GPU, the Hugging Face hub or
+several minutes, or if another test file runs it. The file lists the skipped commands by reason.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The loader returns consecutive batches, starts again at the end of the text, and divides batches among ranks."""
+"""The loader returns consecutive batches, starts over at the end of the text, and divides batches among ranks."""
 
 import hashlib
 import os

@@ -1,6 +1,7 @@
-"""The peak, clock, background load and profile of a device are measured on that device.
+"""The peak, clock, background load and profile are measured on the selected device.
 
-FLOPs are compared with PyTorch's counter. Kernels of a T4, an A100 and an H100 are grouped by their names.
+The FLOP count is compared with PyTorch's counter. The grouping of kernels is tested with the names of kernels on a T4,
+an A100 and an H100.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""A model exported to Hugging Face keeps its logits; samples follow its probabilities and are printed word by word."""
+"""A model exported to Hugging Face format keeps its logits, and samples follow the model's probabilities.
+
+The first sample is printed word by word while the samples are generated.
+"""
 
 import os
 import shlex

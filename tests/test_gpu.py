@@ -1,6 +1,6 @@
-"""On a CUDA GPU, every script trains GPT-2 124M with its defaults.
+"""On a CUDA GPU, every script trains GPT-2 124M with the default B and T.
 
-These tests, and the tests marked `gpu` in other files, skip themselves without a GPU. Each writes a line with its
+These tests, and the tests marked `gpu` in other files, are skipped without a GPU. Each prints a line with its
 measurements.
 """
 

@@ -1,4 +1,7 @@
-"""On a CUDA GPU, `measure/` finds every peak and the kernels of a step, and the peers do the same work as rung 10."""
+"""On a CUDA GPU, `measure/` measures every peak and groups the kernels of a step.
+
+The losses of the peers match rung 10 within 0.02.
+"""
 
 import json
 import os

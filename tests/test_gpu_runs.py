@@ -1,4 +1,7 @@
-"""On a CUDA GPU, a run resumes from its checkpoint, waits for the GPU after a step, and reports errors in one line."""
+"""On a CUDA GPU, a run resumes from its checkpoint and reports errors in one line.
+
+Between the micro-steps of a step, Python waits for the GPU only to copy a batch.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A HellaSwag score matches its definition, applied to one text at a time."""
+"""The HellaSwag score matches its definition, computed one text at a time."""
 
 import json
 import re

@@ -1,6 +1,6 @@
-"""Each folder imports only from permitted folders, its README states its purpose, and every path in a text exists.
+"""Code imports only from permitted folders, each folder's README states its purpose, and every path in a text exists.
 
-`pretrain/`, `measure/` and `docs/` are also run without the folders that they must not read.
+`pretrain/`, `measure/` and `docs/` are also run without the folders from which they must not import.
 """
 
 import ast

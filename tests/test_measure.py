@@ -1,7 +1,7 @@
-"""`make ladder` measures correctly, keeps to its budget, and can continue an interrupted run on another host.
+"""`make ladder` measures correctly, stays within its budget, and can continue an interrupted run on another host.
 
-Medians, ratios and shares are computed from logs with known answers. The speed is compared with an outside clock, and
-the peers are compared with rung 10.
+Medians, ratios and percentages of peak are computed from logs with known answers. The measured speed is compared with
+an external clock, and the training of the peers is compared with rung 10.
 """
 
 import functools

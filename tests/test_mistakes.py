@@ -1,7 +1,8 @@
 """Each mistake in `dev/mistakes.toml`, planted in a copy of the project, makes a test fail.
 
-The file lists mistakes that people make, with their consequences and the test that must fail. `make test` plants each
-mistake in one of the scripts that contain its lines, chosen in turn. `make test-all` plants it in all of them.
+That file lists common mistakes, their consequences and the tests that must fail. `make test` plants each mistake in one
+of the scripts that contain the affected lines, chosen in rotation. `make test-all` plants each mistake in all of these
+scripts.
 """
 
 import importlib

@@ -1,6 +1,7 @@
-"""A pre-training run evaluates, logs and saves as documented, and a killed run reaches the same result.
+"""A pre-training run evaluates, logs and saves as documented.
 
-Its training step matches `ddp_run.py` bit for bit, and an evaluation does not recompile it.
+A killed run that is resumed reaches the result of an uninterrupted run. The training step matches `ddp_run.py` bit for
+bit, and an evaluation does not cause a recompilation.
 """
 
 import json

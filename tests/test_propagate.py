@@ -1,4 +1,7 @@
-"""An edit to a shared line reaches every script that builds on the edited one, and a conflict loses no change."""
+"""An edit of a shared line is copied to every script that builds on the edited script.
+
+If there is a conflict, no change is lost.
+"""
 
 import shutil
 import subprocess

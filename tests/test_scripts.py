@@ -1,6 +1,6 @@
-"""Every script runs as a user runs it, prints correct values, and learns.
+"""Every script runs from start to end, prints correct values, and reduces the loss.
 
-The scripts run on one rank, on two ranks, and a second time with the same result.
+The scripts run on one rank, and `ddp_run.py` also runs on two. A second run repeats the losses up to rounding.
 """
 
 import functools

@@ -1,7 +1,8 @@
-"""The training loop handles the clock, the seed, gradients, clipping and the learning rate correctly.
+"""The training loop handles the timer, the seed, gradients, clipping and the learning rate correctly.
 
-The tests observe the loop from inside. The clock is read after the device has finished, also on a simulated GPU.
-Gradients start from zero and are sent once per step. The printed speed, norm and learning rate are the ones used.
+The tests record the calls in the loop and the changes to the weights. The timer is read after the device has finished,
+also on a simulated GPU. The gradients start at zero and are all-reduced once per step. The printed speed, norm and
+learning rate are the values of that step.
 """
 
 import contextlib
