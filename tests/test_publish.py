@@ -270,4 +270,4 @@ def test_a_page_reads_well_on_github(path):
     text = re.sub("^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     shown = re.sub("<!--.*?-->", "", text, flags=re.DOTALL)
     assert not re.search(r"\{\{|\{%|\{ ?[.#]|^\?\?\?|^!!!", shown, re.MULTILINE)
-    assert path.stem == "index" or ("site." in text) == ("On GitHub this page lacks" in shown)
+    assert path.stem == "index" or ("site." in text) == ("On GitHub, this page lacks" in shown)
