@@ -253,7 +253,7 @@ def test_the_front_page_is_the_readme(soup):
 
 
 def test_no_page_shows_the_note_for_github(soup):
-    assert not [page for page in [*SIDE_PAGES, *RUNG_PAGES] if "On GitHub this page lacks" in soup(page).text]
+    assert not [page for page in [*SIDE_PAGES, *RUNG_PAGES] if "On GitHub, this page lacks" in soup(page).text]
 
 
 def test_a_page_has_its_figures_in_it_and_no_two_elements_with_one_id(soup):
