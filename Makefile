@@ -11,10 +11,10 @@ help:
 	@echo 'make ladder      measure the scripts on this machine; ARGS="--profile --budget 30"'
 	@echo 'make counts      count the FLOPs, bytes and kernels of each rung, without a GPU; ARGS="--card 4090 --batch-size 16"'
 	@echo 'make compare     print two measurements side by side; ARGS="results/ONE results/OTHER"'
-	@echo 'make plot        plot the losses of runs from their logs; ARGS="runs/a.jsonl runs/b.jsonl"'
-	@echo 'make test        run lint and most tests before every commit; takes 5 to 9 minutes'
+	@echo 'make plot        plot the losses of runs from their log files; ARGS="runs/a.jsonl runs/b.jsonl"'
+	@echo 'make test        run lint and most tests, in 5 to 9 minutes; run this before every commit'
 	@echo 'make test-all    run every test, as CI does'
-	@echo 'make propagate   carry an edit into the scripts that build on a file; ARGS=baseline.py'
+	@echo 'make propagate   carry an edit of one script into the scripts that build on it; ARGS=baseline.py'
 	@echo 'make figures     write the tables and plots of README.md and docs/pages/ from the scripts and results/'
 
 run: .venv/run
@@ -63,7 +63,7 @@ figures: .venv/dev
 	.venv/bin/python -m pip install -r requirements-dev.txt
 	@touch $@
 
-# The browser tests skip themselves without Chromium, and the CI image does not include it.
+# The browser tests are skipped without Chromium, which the CI image does not include.
 chromium:
 	@if [ "$$CI" = true ] && ! command -v chromium && ! command -v google-chrome; then \
 		apt-get update && apt-get install -y --no-install-recommends chromium; \

@@ -1,12 +1,13 @@
-"""Rung 02, TF32 (speed): float32 matmuls run on tensor cores, the GPU's units for small matrix products.
+"""Rung 02, TF32 (speed): float32 matmuls run on tensor cores, the GPU's matrix-multiply units.
 
-TF32 keeps float32's 8 exponent bits and rounds its 23 mantissa bits to 10. Only the inputs of a matmul are rounded;
-sums and all values in memory stay float32. According to NVIDIA's data sheet, an A100 multiplies 8 times as fast in TF32
-as in float32 (156 and 19.5 TFLOP/s). A whole step gains less, because it spends much of its time moving data.
+TF32 keeps float32's 8 exponent bits and rounds its 23 mantissa bits to 10. Only the inputs of a matmul are rounded; the
+sums and all values in memory stay in float32. According to NVIDIA's data sheet, an A100 can multiply 8 times as fast in
+TF32 as in float32 (156 and 19.5 TFLOP/s). The speed-up of a whole step is smaller, because much of its time is spent on
+moving data.
 
-When it does not help: GeForce RTX 30 and 40 may gain little, because NVIDIA lists the same peak for TF32 and float32.
-On NVIDIA GPUs before compute capability 8.0, on Apple and Intel GPUs, and on CPUs, this script prints a message and
-uses float32.
+When it does not help: GeForce RTX 30 and 40 GPUs may gain little, because NVIDIA lists the same peak for TF32 and
+float32. This script prints a message and uses float32 on NVIDIA GPUs before compute capability 8.0, on Apple and Intel
+GPUs, and on CPUs.
 
     make diff-02    shows what this file changes
 """
@@ -33,7 +34,7 @@ class GPTConfig:
     vocab_size: int = 50257  # 256 bytes, 50,000 merges, <|endoftext|>
     n_layer: int = 12
     n_head: int = 12
-    n_embd: int = 768  # C in the shapes below; B is the batch size and T the sequence length
+    n_embd: int = 768  # C in the shapes below; B is the batch size, T is the sequence length
 
 
 class CausalSelfAttention(nn.Module):
@@ -58,7 +59,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them, in the tanh approximation of GPT-2. (B, T, C) -> (B, T, C)."""
+    """Two linear layers with GPT-2's tanh approximation of GELU between them. (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config):
         super().__init__()
@@ -70,7 +71,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP. Each reads a normalized copy of the residual stream and adds its output to the stream."""
+    """Attention, then an MLP. Each reads a normalized copy of the residual stream and adds its output to the stream."""
 
     def __init__(self, config):
         super().__init__()
@@ -116,7 +117,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError for any other model."""
+        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError on failure."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
         try:
             from transformers import GPT2LMHeadModel
@@ -147,7 +148,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Consecutive batches of a UTF-8 text, repeated without end. Raises UserError for a text shorter than one batch."""
+    """Endless consecutive batches of a UTF-8 text. Raises UserError if the text is unreadable or too short."""
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
@@ -157,7 +158,7 @@ class DataLoaderLite:
             raise UserError(f"{path}: {error}") from None
         tokenizer = Path(__file__).resolve().parent / "tokenizer"  # without it, tiktoken downloads GPT-2's vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
-            raise UserError(f"there is no {tokenizer}: copy the folder tokenizer/ together with this script")
+            raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
         self.tokens = np.array(tiktoken.get_encoding("gpt2").encode_ordinary(text), dtype=np.uint16)
         need = self.B * self.T + 1
@@ -174,7 +175,7 @@ class DataLoaderLite:
 
 
 def parse_args():
-    """Parse the command line; some defaults depend on the device. A wrong argument ends the script with one line."""
+    """Parse the command line; some defaults depend on the device. Exits with a one-line error for a bad argument."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
@@ -196,7 +197,7 @@ def parse_args():
     if args.seq_len is None:
         args.seq_len = 128 if args.model == "nano" else 1024
     if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
-        parser.error("--batch-size and --steps must be at least 1, --seq-len 1 to 1024, --seed 0 to 2**64 - 1")
+        parser.error("need at least 1 for --batch-size and --steps, 1 to 1024 for --seq-len, 0 to 2**64 - 1 for --seed")
     return args
 
 
@@ -207,7 +208,7 @@ def main():
     ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # "high" is TF32, "highest" is float32
     if not ampere_or_later:
-        print("no TF32 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later")
+        print("no TF32 here: this script uses it on NVIDIA GPUs with compute capability 8.0 or later")
 
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
@@ -249,13 +250,13 @@ def print_header(args, model, loader):
 
 
 def synchronize(device):
-    """Wait for the device. Python only queues a GPU's work, so without this wait the timer would stop too early."""
+    """Wait for the device. Python only queues work on a GPU, so the timer would otherwise stop too early."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def print_summary(times, tokens_per_step, device):
-    """Print the median step time, the tokens per second and, for cuda, PyTorch's peak allocated memory."""
+    """Print the median step time, tokens per second and, on CUDA, PyTorch's peak allocated memory."""
     if times:
         first = 10 if len(times) >= 20 else len(times) // 2  # exclude compilation and other warm-up
         median = float(np.median(times[first:]))
@@ -265,11 +266,11 @@ def print_summary(times, tokens_per_step, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. It ends the script with one line instead of a traceback."""
+    """An error that the user can fix. The script prints its message in one line, without a traceback."""
 
 
 def exit_message(error):
-    """Return the argument of sys.exit(): one line if the user can fix the error, 1 after Ctrl-C. Re-raises the rest."""
+    """Return an argument for sys.exit(): a one-line message, or 1 to exit silently. Re-raises unexpected errors."""
     text = " ".join(str(error).split())
     no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
@@ -279,7 +280,7 @@ def exit_message(error):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # a reader such as head closed the pipe, or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

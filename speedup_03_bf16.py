@@ -1,13 +1,14 @@
 """Rung 03, bf16 (speed): autocast runs the matmuls in bfloat16.
 
-A bfloat16 is the upper half of a float32: it keeps all 8 exponent bits, but only 7 of the 23 mantissa bits. It has the
-range of float32, so small gradients do not become 0 as they can in float16. Autocast gives each matmul bf16 copies of
-its inputs. Each copy is a separate kernel until rung 05 fuses most of them. The matmul then reads and writes half as
-many bytes, and tensor cores multiply bf16 twice as fast as TF32: 312 and 156 TFLOP/s on an A100, according to its data
-sheet. Weights, their gradients, the residual stream, LayerNorm and the loss stay float32.
+A bfloat16 number is the upper half of a float32: it keeps all 8 exponent bits, but only 7 of the 23 mantissa bits. Its
+range equals the range of float32, so small gradients do not become zero, as they can in float16. Autocast gives each
+matmul bf16 copies of its inputs. A separate kernel makes each copy, until rung 05 fuses most of these kernels. The
+matmul then reads and writes half as many bytes, and tensor cores multiply bf16 twice as fast as TF32: 312 and 156
+TFLOP/s on an A100, according to its data sheet. Weights, their gradients, the residual stream, LayerNorm and the loss
+stay in float32.
 
 When it does not help: NVIDIA GPUs before compute capability 8.0 and many CPUs only emulate bf16. This script uses bf16
-on newer NVIDIA GPUs and on CPUs with AVX-512. On other devices it prints a message and computes like rung 02.
+on newer NVIDIA GPUs and on CPUs with AVX-512. On other devices, it prints a message and keeps the precision of rung 02.
 
     make diff-03    shows what this file changes
 """
@@ -34,7 +35,7 @@ class GPTConfig:
     vocab_size: int = 50257  # 256 bytes, 50,000 merges, <|endoftext|>
     n_layer: int = 12
     n_head: int = 12
-    n_embd: int = 768  # C in the shapes below; B is the batch size and T the sequence length
+    n_embd: int = 768  # C in the shapes below; B is the batch size, T is the sequence length
 
 
 class CausalSelfAttention(nn.Module):
@@ -59,7 +60,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them, in the tanh approximation of GPT-2. (B, T, C) -> (B, T, C)."""
+    """Two linear layers with GPT-2's tanh approximation of GELU between them. (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config):
         super().__init__()
@@ -71,7 +72,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP. Each reads a normalized copy of the residual stream and adds its output to the stream."""
+    """Attention, then an MLP. Each reads a normalized copy of the residual stream and adds its output to the stream."""
 
     def __init__(self, config):
         super().__init__()
@@ -117,7 +118,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError for any other model."""
+        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError on failure."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
         try:
             from transformers import GPT2LMHeadModel
@@ -148,7 +149,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Consecutive batches of a UTF-8 text, repeated without end. Raises UserError for a text shorter than one batch."""
+    """Endless consecutive batches of a UTF-8 text. Raises UserError if the text is unreadable or too short."""
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
@@ -158,7 +159,7 @@ class DataLoaderLite:
             raise UserError(f"{path}: {error}") from None
         tokenizer = Path(__file__).resolve().parent / "tokenizer"  # without it, tiktoken downloads GPT-2's vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
-            raise UserError(f"there is no {tokenizer}: copy the folder tokenizer/ together with this script")
+            raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
         self.tokens = np.array(tiktoken.get_encoding("gpt2").encode_ordinary(text), dtype=np.uint16)
         need = self.B * self.T + 1
@@ -175,7 +176,7 @@ class DataLoaderLite:
 
 
 def parse_args():
-    """Parse the command line; some defaults depend on the device. A wrong argument ends the script with one line."""
+    """Parse the command line; some defaults depend on the device. Exits with a one-line error for a bad argument."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
@@ -197,7 +198,7 @@ def parse_args():
     if args.seq_len is None:
         args.seq_len = 128 if args.model == "nano" else 1024
     if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
-        parser.error("--batch-size and --steps must be at least 1, --seq-len 1 to 1024, --seed 0 to 2**64 - 1")
+        parser.error("need at least 1 for --batch-size and --steps, 1 to 1024 for --seq-len, 0 to 2**64 - 1 for --seed")
     return args
 
 
@@ -208,10 +209,10 @@ def main():
     ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # "high" is TF32, "highest" is float32
     if not ampere_or_later:
-        print("no TF32 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later")
+        print("no TF32 here: this script uses it on NVIDIA GPUs with compute capability 8.0 or later")
     use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
     if not use_bf16:
-        print("no bf16 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later, and with AVX-512")
+        print("no bf16 here: this script uses it on NVIDIA GPUs with compute capability 8.0 or later and AVX-512 CPUs")
 
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
@@ -254,13 +255,13 @@ def print_header(args, model, loader):
 
 
 def synchronize(device):
-    """Wait for the device. Python only queues a GPU's work, so without this wait the timer would stop too early."""
+    """Wait for the device. Python only queues work on a GPU, so the timer would otherwise stop too early."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def print_summary(times, tokens_per_step, device):
-    """Print the median step time, the tokens per second and, for cuda, PyTorch's peak allocated memory."""
+    """Print the median step time, tokens per second and, on CUDA, PyTorch's peak allocated memory."""
     if times:
         first = 10 if len(times) >= 20 else len(times) // 2  # exclude compilation and other warm-up
         median = float(np.median(times[first:]))
@@ -270,11 +271,11 @@ def print_summary(times, tokens_per_step, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. It ends the script with one line instead of a traceback."""
+    """An error that the user can fix. The script prints its message in one line, without a traceback."""
 
 
 def exit_message(error):
-    """Return the argument of sys.exit(): one line if the user can fix the error, 1 after Ctrl-C. Re-raises the rest."""
+    """Return an argument for sys.exit(): a one-line message, or 1 to exit silently. Re-raises unexpected errors."""
     text = " ".join(str(error).split())
     no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
@@ -284,7 +285,7 @@ def exit_message(error):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # a reader such as head closed the pipe, or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

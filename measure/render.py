@@ -186,10 +186,10 @@ def curves(axes, rows, over):
 def three_counts(steps, log, wide=True):
     """Draw four bar plots of {script: step}: the ms per step in a public log, and the three counts by group.
 
-    The counts use the batch size of the log. The plots are in one row, or in two rows of two for a narrow screen.
+    The counts use the batch size of the log. The plots are in one row, or in one column for a narrow screen.
     """
-    rows, columns = (1, 4) if wide else (2, 2)
-    figure, kinds = Figure(figsize=(10.0, 3.5) if wide else (5.0, 7.6)), [kind for kind in GROUPS if kind != "idle"]
+    rows, columns = (1, 4) if wide else (4, 1)
+    figure, kinds = Figure(figsize=(10.0, 3.5) if wide else (3.8, 10.4)), [kind for kind in GROUPS if kind != "idle"]
     names = [title(script) for script in steps]
     plots = ("ms", 1, ",.0f"), ("TFLOP", 1e12, ".2f"), ("GB moved", 1e9, ".0f"), ("kernels", 1, ",.0f")
     for place, (what, unit, form) in enumerate(plots):

@@ -1,4 +1,4 @@
-"""Code that sample.py, hellaswag.py and export_hf.py share: loads a model from any of their sources onto a device."""
+"""Code shared by sample.py, hellaswag.py and export_hf.py: loading a model and parsing their common options."""
 
 import argparse
 from pathlib import Path
@@ -8,10 +8,10 @@ import torch
 
 
 def config_of(state):
-    """The GPTConfig that fits a state dict. Raises KeyError if the state dict is not from a GPT.
+    """Return the GPTConfig that fits a state dict. Raises KeyError if the state dict is not from a GPT.
 
-    The shapes do not determine the number of heads. It is taken from the --model of the same width. For any other width
-    each head has 64 columns, as in all GPT-2 models.
+    The shapes do not determine the number of heads, so it is taken from the entry of MODELS with the same n_embd. For
+    any other n_embd, the head size is 64, as in all GPT-2 models.
     """
     n_embd = state["transformer.wte.weight"].size(1)
     n_layer = sum(name.endswith(".ln_1.weight") for name in state)
@@ -20,10 +20,11 @@ def config_of(state):
 
 
 def load_model(source, device="cpu"):
-    """A GPT in float32, with its vocabulary padded to 50304.
+    """Return a GPT in float32 with its vocabulary padded to 50304 tokens.
 
-    `source` is a checkpoint, a folder (its newest checkpoint is loaded, or its best.pt if it has none), a file written
-    by --save, or GPT-2's weights. Raises ValueError, with a message of one line, if model or device is not available.
+    `source` is a checkpoint, a file written by --save, GPT-2's weights, or a folder of checkpoints. From a folder, the
+    newest checkpoint is loaded, or best.pt if the folder has no other checkpoint. Raises ValueError with a one-line
+    message if the model or the device is not available.
     """
     try:
         torch.zeros(1, device=device)
@@ -43,14 +44,14 @@ def load_model(source, device="cpu"):
         model.load_state_dict(state)
         return model.eval().to(device)
     except (AttributeError, KeyError) as error:
-        raise ValueError(f"{source}: it does not contain the weights of a GPT: {error!r}") from None
-    except Exception as error:  # a damaged file can raise many types
+        raise ValueError(f"{source} does not contain the weights of a GPT: {error!r}") from None
+    except Exception as error:  # a damaged file can raise many exception types
         name = "" if isinstance(error, long_run.UserError) else f"{source}: "
         raise ValueError(name + " ".join(str(error).split())[:300]) from None
 
 
 def model_parser(doc):
-    """An argument parser for a model and a device. `doc` is the program's docstring."""
+    """Return an argument parser for a model and a device. `doc` is the script's docstring."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=doc.splitlines()[0], usage=argparse.SUPPRESS)  # keeps errors short
     parser.add_argument("model", help="a checkpoint, a folder of checkpoints, or GPT-2 weights in Hugging Face format")
@@ -59,7 +60,7 @@ def model_parser(doc):
 
 
 def explain(error, too_large):
-    """One line on what the user can do about a RuntimeError. Any other error is raised again."""
+    """Return a one-line message if the user can fix the RuntimeError. Otherwise, re-raise it."""
     if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
         return f"out of memory: lower {too_large}"
     if isinstance(error, torch._dynamo.exc.ShortenTraceback):

@@ -1,6 +1,6 @@
 """Export a checkpoint as a folder in Hugging Face format:  python pretrain/export_hf.py checkpoints my-gpt2
 
-AutoModelForCausalLM.from_pretrained("my-gpt2") loads the folder, and so does --init-from my-gpt2 in each script.
+To load the folder, use AutoModelForCausalLM.from_pretrained("my-gpt2") or a training script's --init-from my-gpt2.
 """
 
 import argparse
@@ -17,13 +17,13 @@ TOKENIZER = Path(__file__).resolve().parents[1] / "tokenizer"
 
 
 def to_hf(model):
-    """A GPT as a transformers.GPT2LMHeadModel, with 50257 tokens and, as in training, without dropout."""
+    """Return a GPT as a transformers.GPT2LMHeadModel with 50257 tokens and, as in training, no dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     c = model.config
     shape = {"n_positions": c.block_size, "n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
     hf = GPT2LMHeadModel(GPT2Config(vocab_size=50257, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **shape))
-    conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # (in, out), the reverse of from_pretrained
+    conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # to (in, out), the reverse of from_pretrained
     state = {name: w.t() if name.endswith(conv1d) else w for name, w in model.state_dict().items()}
     for name in ("transformer.wte.weight", "lm_head.weight"):
         state[name] = state[name][:50257]
@@ -32,7 +32,7 @@ def to_hf(model):
 
 
 def gpt2_tokenizer():
-    """GPT-2's tokenizer for transformers, from the files in tokenizer/. Their names are tiktoken's cache names."""
+    """Return GPT-2's tokenizer for transformers, from the files in tokenizer/, which have tiktoken's cache names."""
     from transformers import GPT2TokenizerFast
 
     names = "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
@@ -40,7 +40,7 @@ def gpt2_tokenizer():
 
 
 def export(model, folder):
-    """Write weights (safetensors), configuration and tokenizer to a new folder. Raises OSError, SafetensorError."""
+    """Write the weights (safetensors), configuration and tokenizer to a new folder. Raises OSError, SafetensorError."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -52,7 +52,7 @@ def export(model, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("model", help="a checkpoint, or a folder of them to use the newest")
+    parser.add_argument("model", help="a checkpoint, or a folder whose newest checkpoint is used")
     parser.add_argument("folder", type=Path, help="the output folder, which must not exist yet")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
@@ -67,9 +67,9 @@ def main():
         with tempfile.TemporaryDirectory(dir=args.folder.parent) as unfinished:  # renamed when complete
             export(model, Path(unfinished) / "model")
             os.rename(Path(unfinished) / "model", args.folder)
-    except Exception as error:  # safetensors raises its own types
+    except Exception as error:  # safetensors raises its own exception types
         sys.exit(f"{parser.prog}: error: {args.folder}: {' '.join(str(error).split())}")
-    print(f"{args.folder} contains {args.model} in a format for transformers and --init-from")
+    print(f"exported {args.model} to {args.folder}, for transformers and --init-from")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """Tokenize texts into shards for train.py: FineWeb-Edu (Penedo et al. 2024) from the hub, or your own files.
 
-    python pretrain/fineweb.py                          sample-10BT, 10 billion tokens, into pretrain/fineweb10B
-    python pretrain/fineweb.py --out shards *.parquet   or *.jsonl with the column "text", or *.txt, one document each
+    python pretrain/fineweb.py                          writes sample-10BT, 10 billion tokens, to pretrain/fineweb10B
+    python pretrain/fineweb.py --out shards *.parquet   reads your own files and writes to the folder shards
 
-<|endoftext|> precedes each document, and a document may continue in the next shard. If a run is killed, the same
-command continues it.
+Your own files can be .parquet or .jsonl with a column "text", or .txt with one document each. <|endoftext|> precedes
+each document, and a document may continue in the next shard. If a run is killed, enter the same command again to
+continue it.
 
-Shards have llm.c's format (https://github.com/karpathy/llm.c): a header of 256 int32, then the tokens as uint16, all
-little-endian. The header begins with the magic number 20240520, the version 1 and the number of tokens. The first shard
-is named *_val_* and is for validation. The others are named *_train_*. Next to each shard is a file with its SHA-256,
-in the format of sha256sum.
+Shards have llm.c's format (https://github.com/karpathy/llm.c): a header of 256 int32 values, then the tokens as uint16.
+Both are little-endian. The header begins with the magic number 20240520, the version number 1 and the number of tokens.
+The first shard is named *_val_* and is for validation. The others are named *_train_*. Each shard has a .sha256 file
+with its checksum in the format of sha256sum.
 """
 
 import argparse
@@ -36,11 +37,11 @@ CHUNK = 1024  # documents to read and tokenize together
 
 
 class DataError(ValueError):
-    """A file does not have the expected contents."""
+    """Input data are missing, damaged or in the wrong format."""
 
 
 class Shard:
-    """A file of tokens: len(shard), shard[start:end] -> uint16. Raises DataError if it is not a shard or damaged."""
+    """A file of tokens: len(shard), shard[start:end] -> uint16. Raises DataError if damaged or not a shard."""
 
     def __init__(self, path):
         self.path = Path(path)
@@ -61,7 +62,7 @@ class Shard:
 
     @cached_property
     def tokens(self):
-        """The tokens, memory-mapped. They are checked on first use, because checking all shards reads 20 GB."""
+        """The memory-mapped tokens. They are checked on first use, because checking all shards would read 20 GB."""
         checksum = Path(f"{self.path}.sha256")
         digest = hashlib.sha256(np.memmap(self.path, mode="r")).hexdigest() if checksum.exists() else None
         if digest and checksum.read_text(errors="replace").lower().split()[:1] != [digest]:
@@ -73,15 +74,15 @@ class Shard:
 
 
 def read_shards(folder):
-    """(the first validation shard, all training shards) of a folder, by their names. Raises DataError."""
+    """Return (first validation shard, all training shards) of a folder, by file name. Raises DataError."""
     shards = {"val": [], "train": [], "other": []}
     for path in sorted(Path(folder).glob("*.bin")):
         kind = re.search(r"_(val|train)[_.]", path.name)
         shards[kind[1] if kind else "other"].append(Shard(path))
     if shards["other"] or not shards["val"] or not shards["train"]:
         train, val, other = (len(shards[kind]) for kind in ("train", "val", "other"))
-        counts = f"{train} shards are named *_train_*.bin, {val} *_val_*.bin, {other} otherwise"
-        raise DataError(f"{folder}: {counts}: each name must match one of the two patterns, and you need both")
+        counts = f"{train} shards match *_train_*.bin, {val} match *_val_*.bin, {other} match neither"
+        raise DataError(f"{folder}: {counts}; each name must match a pattern, and both kinds are needed")
     return shards["val"][0], shards["train"]
 
 
@@ -90,7 +91,7 @@ def shard_path(folder, number):
 
 
 def replace(path, data):
-    """Write the whole file or nothing. It is renamed to `path` when all data are on disk. Raises OSError."""
+    """Write a temporary file and rename it to `path` once all data are on disk. Raises OSError."""
     unfinished = Path(f"{path}.tmp")
     try:
         with open(unfinished, "wb") as file:
@@ -103,7 +104,7 @@ def replace(path, data):
 
 
 def write_shard(path, tokens):
-    """Write tokens (n,), each below 50257, to a file, and before it the file of its checksum. Raises OSError."""
+    """Write a checksum file, then a shard of tokens (n,), each below 50257. Raises OSError."""
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
     data = header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes()
@@ -112,12 +113,12 @@ def write_shard(path, tokens):
 
 
 def open_rows(files, columns, dataset=None, **config):
-    """A stream of rows with these columns, from local files of one kind, or without files from a dataset on the hub.
+    """Return a stream of rows with these columns from local files of one kind or, without files, from a hub dataset.
 
-    Raises DataError, with a message of one line, if a file is missing or the hub does not provide the dataset.
+    Raises DataError with a one-line message if a file is missing or the dataset cannot be loaded from the hub.
     """
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    os.environ |= quiet | {"HF_HUB_VERBOSITY": "error"}  # otherwise each retry prints a warning
+    os.environ |= quiet | {"HF_HUB_VERBOSITY": "error"}  # otherwise, each retry prints a warning
     from datasets import IterableDataset, load_dataset, logging
 
     def whole_texts():  # load_dataset would translate line endings
@@ -127,7 +128,7 @@ def open_rows(files, columns, dataset=None, **config):
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file}: {error}") from None
 
-    logging.set_verbosity(logging.CRITICAL)  # the caller reports an error once
+    logging.set_verbosity(logging.CRITICAL)  # the caller reports errors
     if files and Path(files[0]).suffix == ".txt":
         return IterableDataset.from_generator(whole_texts)
     for file in files:
@@ -138,15 +139,15 @@ def open_rows(files, columns, dataset=None, **config):
         dataset, config = BUILDERS.get(Path(files[0]).suffix, "json"), {"data_files": names, "split": "train"}
     try:
         return load_dataset(dataset, streaming=True, **config).select_columns(columns)
-    except Exception as error:  # the hub, the network and the library raise many types
+    except Exception as error:  # the hub, the network and the library raise many exception types
         if files:
             raise
-        hint = "without a network, give a file (the dataset's own files work unchanged)"
-        raise DataError(f"it cannot be loaded from the hub; {hint}: {' '.join(str(error).split())[:200]}") from None
+        hint = "without a network, give local files (the dataset's own files work unchanged)"
+        raise DataError(f"loading from the hub failed; {hint}: {' '.join(str(error).split())[:200]}") from None
 
 
 def tokenized(texts, column):
-    """Yields (the stream's state before a chunk, the chunk's tokens, uint16). A chunk is up to CHUNK documents.
+    """Yield (the stream's state before a chunk, the chunk's tokens as uint16). A chunk is up to CHUNK documents.
 
     Raises ValueError if a row has no text.
     """
@@ -168,7 +169,7 @@ def tokenized(texts, column):
 
 
 def write(args, done):
-    """Write shard after shard from the progress in `done`, and save it in progress.json. Raises OSError, ValueError."""
+    """Write the shards that are missing in `done`, and update progress.json. Raises OSError, ValueError."""
     texts = open_rows(args.files, [args.column], args.dataset, name=args.name, split="train")
     if done["before"]:
         texts.load_state_dict(done["before"])
@@ -183,7 +184,7 @@ def write(args, done):
 
     with tqdm(unit=" tokens", unit_scale=True, initial=done["tokens"]) as bar:
         for before, tokens in tokenized(texts, args.column):
-            pieces.append(tokens[skip:])  # earlier shards contain the skipped ones
+            pieces.append(tokens[skip:])  # earlier shards contain the skipped tokens
             bar.update(len(tokens) - skip)
             skip = 0
             if sum(map(len, pieces)) >= size:
@@ -192,7 +193,7 @@ def write(args, done):
                 pieces = [rest]  # tokens that do not fill a shard yet
                 finish(full.reshape(-1, size), before=before, skip=len(tokens) - len(rest))
     rest = np.concatenate([np.empty(0, np.uint16), *pieces])
-    cut = 0 if done["shards"] else -(-len(rest) // 10)  # less than one shard in all: hold out a tenth
+    cut = 0 if done["shards"] else -(-len(rest) // 10)  # less than one full shard: hold out a tenth
     parts = [part for part in np.split(rest, [cut]) if len(part)]
     if done["shards"] + len(parts) < 2:
         raise ValueError(f"{done['tokens'] + len(rest)} tokens do not fill two shards of {size}, one for validation")
@@ -200,7 +201,7 @@ def write(args, done):
 
 
 def begin(args):
-    """The progress of a run into args.out. Raises OSError, or ValueError if the folder is not for this command."""
+    """Return the progress of the run in args.out. Raises OSError, or ValueError if another command wrote the folder."""
     source = vars(args) | {"out": None, "files": [[file, os.path.getsize(file)] for file in args.files]}
     done = {"source": source, "shards": 0, "tokens": 0, "before": None, "skip": 0, "end": False}
     shards, progress = [Shard(path) for path in sorted(args.out.glob("*.bin"))], args.out / "progress.json"
@@ -209,10 +210,10 @@ def begin(args):
         if not isinstance(theirs, dict) or theirs.keys() != done.keys() or theirs["source"] != source:
             raise ValueError("its progress.json is from other files or settings: use another folder")
         for number in range(theirs["shards"]):
-            Shard(shard_path(args.out, number))  # raises OSError if it is gone, as one shard cannot be remade
+            Shard(shard_path(args.out, number))  # raises OSError if it is missing: one shard cannot be recreated
         return theirs
     if shards:
-        raise ValueError("it contains shards of something else: use another folder")
+        raise ValueError("it contains shards from another source: use another folder")
     args.out.mkdir(parents=True, exist_ok=True)
     replace(progress, json.dumps(done).encode())
     return done
@@ -224,11 +225,11 @@ def main():
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("fineweb10B"), help="default fineweb10B")
     parser.add_argument("--dataset", default="HuggingFaceFW/fineweb-edu", help="default HuggingFaceFW/fineweb-edu")
     parser.add_argument("--name", default="sample-10BT", help="the dataset's configuration, default sample-10BT")
-    parser.add_argument("--column", default="text", help="the column of the text, default text")
+    parser.add_argument("--column", default="text", help="the column with the text, default text")
     parser.add_argument("--shard-size", type=int, default=100_000_000, help="tokens per shard, default 100 million")
     args = parser.parse_args()
     if not 2 <= args.shard_size < 2**31:
-        parser.error("--shard-size must be at least 2, and less than 2**31")
+        parser.error("--shard-size must be at least 2 and less than 2**31")
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     for file in args.files:
         if not os.path.isfile(file):
@@ -244,7 +245,7 @@ def main():
     try:
         if not done["end"]:
             write(args, done)
-    except Exception as error:  # the hub, the files and the libraries raise many types
+    except Exception as error:  # the hub, the files and the libraries raise many exception types
         if not any(args.out.glob("*.bin")):
             (args.out / "progress.json").unlink()
             with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings does a model find likeliest? Guessing scores 25 %.
+"""Evaluate a model on HellaSwag (Zellers et al. 2019): choose the likeliest of four endings. Guessing scores 25 %.
 
-    python pretrain/hellaswag.py gpt2               GPT-2's weights, by name or as a folder
-    python pretrain/hellaswag.py checkpoints        the newest checkpoint in a folder, or a .pt file
-    python pretrain/hellaswag.py gpt2 --data FILE   the public hellaswag_val.jsonl instead of the hub's copy
+    python pretrain/hellaswag.py gpt2               evaluates GPT-2's weights, given by name or as a folder
+    python pretrain/hellaswag.py checkpoints        evaluates the newest checkpoint in a folder, or a .pt file
+    python pretrain/hellaswag.py gpt2 --data FILE   reads the public hellaswag_val.jsonl instead of the hub's copy
 
-The evaluation uses completion style: each text is the context, a space and the ending, with nothing else added or
+The evaluation uses completion style: each text is the context, a space and the ending; nothing else is added or
 removed. The score of an ending is the sum of its tokens' log-likelihoods (acc) or their mean (acc_norm).
 """
 
@@ -21,10 +21,10 @@ from fineweb import DataError, open_rows
 
 
 def read_examples(source):
-    """The examples in a JSONL file or in a dataset on the hub.
+    """Return the examples in a JSONL file or in a dataset on the hub.
 
-    Returns [(context tokens, four lists of ending tokens, index of the right ending)]. Raises DataError, with a message
-    of one line, if an example cannot be read.
+    The result is [(context tokens, four lists of ending tokens, index of the right ending)]. Raises DataError with a
+    one-line message if an example cannot be read.
     """
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parents[1] / "tokenizer"))
     encode = tiktoken.get_encoding("gpt2").encode_ordinary
@@ -36,7 +36,7 @@ def read_examples(source):
             if len(endings) != 4 or label not in range(4) or max(map(len, endings)) > 1023:
                 raise ValueError(f"{len(endings)} endings, label {label}, tokens {[*map(len, endings)]}")
             examples.append((encode(row["ctx"]) or [50256], endings, label))
-    except Exception as error:  # the library raises many types
+    except Exception as error:  # the library raises many exception types
         where = "" if isinstance(error, (DataError, OSError)) else f"after {len(examples)} examples: "
         raise DataError(f"HellaSwag, {source}: {where}{' '.join(str(error).split())[:300] or 'it is empty'}") from None
     if not examples:
@@ -46,14 +46,14 @@ def read_examples(source):
 
 @torch.compile(dynamic=False)
 def negative_log_likelihood(model, idx, targets):
-    """Each row's sum in nats over the targets that are not -100. idx and targets: (rows, T), result: (rows,)."""
+    """Return each row's summed loss in nats over targets other than -100. idx, targets: (rows, T) -> (rows,)."""
     logits = model(idx)[..., :50257]  # (rows, T, 50257), without the vocabulary's padding
     return F.cross_entropy(logits.reshape(-1, 50257), targets.view(-1), reduction="none").view_as(targets).sum(dim=1)
 
 
 @torch.no_grad()
 def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
-    """(right by the sum, right by the mean, examples): counts for this rank's share, every world_size-th example.
+    """Return (right by sum, right by mean, total) counts for this rank's examples, every world_size-th one.
 
     torch.compile compiles only once, because all batches have the same shape: each row fits the longest text, and a
     batch has about `batch_tokens` tokens.

@@ -1,11 +1,11 @@
-"""A long run: ddp_run.py plus checkpoints, resume, signal handling and a log, to run unattended.
+"""A long unattended run: ddp_run.py plus checkpoints, --resume, signal handling and a log.
 
-A run that is killed at any moment resumes from its newest checkpoint with the same losses. On a CPU with one or two
-ranks, they match to the last digit. A checkpoint contains the step, the position in the text, and three float32 numbers
-for each of the 124M parameters (its weight and AdamW's two moments): 1.5 GB. After SIGINT or SIGTERM, a run with
-checkpoints finishes the step, saves and exits.
+If a run is killed, --resume continues from its newest checkpoint with the same losses as an uninterrupted run. On a CPU
+with one or two ranks, the losses match to the last digit. A checkpoint contains the step, the position in the text, and
+three float32 numbers per parameter: its weight and AdamW's two moments. With 124M parameters, it takes 1.5 GB. After
+SIGINT or SIGTERM, a run with checkpoints finishes the current step, saves a checkpoint and exits.
 
-When it does not help: steps do not become faster, and a run of a few minutes is easy to start again.
+When it does not help: it does not make steps faster, and a run of a few minutes is easy to start again.
 
     torchrun --standalone --nproc_per_node=2 pretrain/long_run.py --steps 5000 --checkpoint-dir runs/a --resume
     make diff-long    shows what this file changes
@@ -39,7 +39,7 @@ class GPTConfig:
     vocab_size: int = 50304  # 256 bytes, 50,000 merges, <|endoftext|>, and 47 unused ids to reach a multiple of 128
     n_layer: int = 12
     n_head: int = 12
-    n_embd: int = 768  # C in the shapes below; B is the batch size and T the sequence length
+    n_embd: int = 768  # C in the shapes below; B is the batch size, T is the sequence length
 
 
 class CausalSelfAttention(nn.Module):
@@ -60,7 +60,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them, in the tanh approximation of GPT-2. (B, T, C) -> (B, T, C)."""
+    """Two linear layers with GPT-2's tanh approximation of GELU between them. (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config):
         super().__init__()
@@ -72,7 +72,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP. Each reads a normalized copy of the residual stream and adds its output to the stream."""
+    """Attention, then an MLP. Each reads a normalized copy of the residual stream and adds its output to the stream."""
 
     def __init__(self, config):
         super().__init__()
@@ -120,7 +120,7 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self):
-        """Return fused AdamW. Matrices (2-D) decay; biases and LayerNorm weights (1-D) do not. The loop sets lr."""
+        """Return fused AdamW. Weight decay applies to matrices (2-D), not to biases or LayerNorm. The loop sets lr."""
         decay = [p for p in self.parameters() if p.dim() >= 2]
         no_decay = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
@@ -128,7 +128,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError for any other model."""
+        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError on failure."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
         try:
             from transformers import GPT2LMHeadModel
@@ -144,7 +144,7 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        wte = state["transformer.wte.weight"]  # pad with the mean: zero rows give logit 0, above GPT-2's negative ones
+        wte = state["transformer.wte.weight"]  # pad with the mean: GPT-2's logits are negative, but zero rows give 0
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -162,7 +162,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Consecutive batches of a UTF-8 text, repeated without end. Raises UserError for a text shorter than one batch."""
+    """Endless consecutive batches of a UTF-8 text. Raises UserError if the text is unreadable or too short."""
 
     def __init__(self, path, batch_size, seq_len, rank=0, world_size=1):
         self.rank, self.world_size = rank, world_size  # each rank reads every world_size-th batch
@@ -173,7 +173,7 @@ class DataLoaderLite:
             raise UserError(f"{path}: {error}") from None
         tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # without it, tiktoken downloads the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
-            raise UserError(f"there is no {tokenizer}: copy the folder tokenizer/ together with this script")
+            raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
         self.tokens = np.array(tiktoken.get_encoding("gpt2").encode_ordinary(text), dtype=np.uint16)
         need = self.B * self.T * world_size + 1
@@ -192,7 +192,7 @@ class DataLoaderLite:
 
 
 def get_lr(step, steps, max_lr=6e-4, warmup_steps=10):
-    """Return a step's learning rate: linear warm-up, then a cosine (Loshchilov & Hutter 2017) to a tenth at `steps`."""
+    """Return a step's learning rate: linear warm-up, then cosine decay (Loshchilov & Hutter 2017) to max_lr / 10."""
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps  # + 1, because step 0 with a rate of 0 would change nothing
     progress = (step - warmup_steps) / (steps - warmup_steps)  # from 0 to just under 1
@@ -200,7 +200,7 @@ def get_lr(step, steps, max_lr=6e-4, warmup_steps=10):
 
 
 def parse_args():
-    """Parse the command line; some defaults depend on the device. A wrong argument ends the script with one line."""
+    """Parse the command line; some defaults depend on the device. Exits with a one-line error for a bad argument."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
@@ -215,14 +215,14 @@ def parse_args():
     parser.add_argument("--data", default=Path(__file__).parents[1] / "input.txt", help="UTF-8 text, default input.txt")
     parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
     parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
-    parser.add_argument("--save", metavar="FILE", type=Path, help="file for the final weights, a state dict")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="file for the final weights (a state dict)")
     parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="folder for checkpoints; none by default")
-    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="steps, default 250; also at the end")
+    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="N steps and at the end, default 250")
     parser.add_argument("--keep", metavar="K", type=int, default=2, help="how many checkpoints to keep, default 2")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if one exists")
     parser.add_argument("--log-file", metavar="FILE", help="append one line of JSON per step to this file")
     args = parser.parse_args()
-    args.ddp = dist.is_torchelastic_launched()  # by torchrun, which sets the variables below
+    args.ddp = dist.is_torchelastic_launched()  # True under torchrun, which sets the variables below
     args.rank, args.world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if args.ddp else (0, 1)
     if args.ddp and args.device == accelerator and accelerator != "cpu":
         args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"  # each rank uses a separate GPU
@@ -235,14 +235,14 @@ def parse_args():
         args.seq_len = 128 if args.model == "nano" else 1024
     args.total_batch_size = args.total_batch_size or (4096 if args.model == "nano" else 524288)
     if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
-        parser.error("--batch-size and --steps must be at least 1, --seq-len 1 to 1024, --seed 0 to 2**64 - 1")
+        parser.error("need at least 1 for --batch-size and --steps, 1 to 1024 for --seq-len, 0 to 2**64 - 1 for --seed")
     if min(args.save_every, args.keep) < 1 or (args.resume and not args.checkpoint_dir):
-        parser.error("every number must be at least 1, and --resume needs --checkpoint-dir")
-    micro_step = args.batch_size * args.seq_len * args.world_size  # tokens of all ranks together
+        parser.error("--keep and --*-every must be at least 1, and --resume needs --checkpoint-dir")
+    micro_step = args.batch_size * args.seq_len * args.world_size  # tokens per micro-step, over all ranks
     if args.total_batch_size < 1 or args.total_batch_size % micro_step:
         parser.error(f"--total-batch-size {args.total_batch_size} is not a multiple of B * T * ranks = {micro_step}")
     if args.compile_mode != "default" and args.total_batch_size > micro_step:
-        parser.error(f"--compile-mode {args.compile_mode} cannot add up gradients: set --total-batch-size {micro_step}")
+        parser.error(f"--compile-mode {args.compile_mode} allows one micro-step: set --total-batch-size {micro_step}")
     return args
 
 
@@ -256,10 +256,10 @@ def main():
     ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # "high" is TF32, "highest" is float32
     if not ampere_or_later:
-        print("no TF32 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later")
+        print("no TF32 here: this script uses it on NVIDIA GPUs with compute capability 8.0 or later")
     use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
     if not use_bf16:
-        print("no bf16 here: this script uses it on NVIDIA GPUs of compute capability 8.0 or later, and with AVX-512")
+        print("no bf16 here: this script uses it on NVIDIA GPUs with compute capability 8.0 or later and AVX-512 CPUs")
 
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
@@ -340,13 +340,13 @@ def print_header(args, model, loader):
 
 
 def synchronize(device):
-    """Wait for the device. Python only queues a GPU's work, so without this wait the timer would stop too early."""
+    """Wait for the device. Python only queues work on a GPU, so the timer would otherwise stop too early."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def print_summary(times, tokens_per_step, device, start):
-    """Print the median step time, the tokens per second and, for cuda, PyTorch's peak allocated memory."""
+    """Print the median step time, tokens per second and, on CUDA, PyTorch's peak allocated memory."""
     if times:
         first = 10 if len(times) >= 20 else len(times) // 2  # exclude compilation and other warm-up
         median = float(np.median(times[first:]))
@@ -356,7 +356,7 @@ def print_summary(times, tokens_per_step, device, start):
 
 
 def save_whole(path, contents=None):
-    """Save contents for torch.load(), whole or not at all. Without contents, only test the path. Raises UserError."""
+    """Save `contents` for torch.load(), in full or not at all. If None, only test the path. Raises UserError."""
     unfinished = Path(f"{path}.tmp")
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file")
@@ -377,7 +377,7 @@ def resume(args, task, model, optimizer, loader):
     folder, run = args.checkpoint_dir, {"task": task, "steps": args.steps, "step": 0, "log": 0, "begun": time.time()}
     saved = load_checkpoint(folder) if folder else None
     if saved and saved.get("step", 1) and not args.resume:
-        raise UserError(f"{folder} has checkpoints: --resume continues from them; use another folder for a new run")
+        raise UserError(f"{folder} has checkpoints: --resume continues from them, and a new run needs another folder")
     run = saved if saved and args.resume else run
     for name, value in task.items():
         if (saved_value := run.get("task", {}).get(name)) != value:
@@ -421,8 +421,8 @@ def save_checkpoint(args, run, model, optimizer, log):
         path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
         save_whole(path, run | {"model": weights, "optim": moments})
         print(f"saved {path}", flush=True)
-        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # any later one is damaged
-        for old in [*paths[: -args.keep], *path.parent.glob("*.pt.tmp")]:  # .tmp: from a kill during a save
+        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # later ones are damaged
+        for old in [*paths[: -args.keep], *path.parent.glob("*.pt.tmp")]:  # .tmp: left by a kill during a save
             old.unlink()
 
 
@@ -450,11 +450,11 @@ def told_to_stop(signals, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. It ends the script with one line instead of a traceback."""
+    """An error that the user can fix. The script prints its message in one line, without a traceback."""
 
 
 def exit_message(error):
-    """Return the argument of sys.exit(): one line if the user can fix the error, 1 after Ctrl-C. Re-raises the rest."""
+    """Return an argument for sys.exit(): a one-line message, or 1 to exit silently. Re-raises unexpected errors."""
     text = " ".join(str(error).split())
     no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
@@ -468,7 +468,7 @@ def exit_message(error):
         text = f"rank {os.environ['RANK']}: {text}; if another rank failed, read its error instead"
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # a reader such as head closed the pipe, or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

@@ -1,7 +1,7 @@
 """Generate text and print it word by word:  python pretrain/sample.py checkpoints --prompt "ROMEO:" --samples 3
 
-The model is a checkpoint, a folder of checkpoints, or GPT-2's weights by name (gpt2) or as a folder. transformers'
-generate() makes all samples at the same time. The first is printed word by word, and the others follow when it is done.
+The model is a checkpoint, a folder of checkpoints, or GPT-2's weights by name (gpt2) or as a folder. All
+samples are generated in one batch. The first sample is printed word by word, and the others are printed at the end.
 """
 
 import os
@@ -15,10 +15,10 @@ from transformers import TextStreamer
 
 
 class FirstSample(TextStreamer):
-    """Prints the first of several samples, because TextStreamer accepts only one."""
+    """Print only the first of several samples, because TextStreamer accepts only one."""
 
     def put(self, tokens):
-        """tokens: (samples, T) in the first call, for the prompt; later (samples,), for the new tokens."""
+        """Print the first sample's tokens. `tokens` is the prompt (samples, T) at first, then new tokens (samples,)."""
         super().put(tokens[:1])
 
 
@@ -38,20 +38,20 @@ def main():
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
     args = parser.parse_args()
     if min(args.tokens, args.samples, args.top_k) < 1 or not 0 <= args.seed < 2**64:
-        parser.error("--seed must be 0 to 2**64 - 1; --tokens, --samples and --top-k at least 1")
+        parser.error("need at least 1 for --tokens, --samples and --top-k, and 0 to 2**64 - 1 for --seed")
     if not (args.temperature == 0 or args.temperature >= 1e-3) or not 0 < args.top_p <= 1:
-        parser.error("--temperature must be 0 or at least 0.001, --top-p above 0 and at most 1")
+        parser.error("--temperature must be 0 or at least 0.001, and --top-p must be above 0 and at most 1")
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     tokenizer = gpt2_tokenizer()
     end = tokenizer.eos_token_id
-    text = args.prompt.encode(errors="replace").decode()  # the prompt may not be valid UTF-8
+    text = args.prompt.encode(errors="replace").decode()  # the prompt might not be valid UTF-8
     prompt = tokenizer.encode(text, split_special_tokens=True) or [end]
     try:
         model = to_hf(load_model(args.model, args.device)).to(args.device)
     except ValueError as error:
         parser.error(str(error))
     if len(prompt) + args.tokens > (positions := model.config.n_positions):
-        parser.error(f"--prompt has {len(prompt)} tokens: with --tokens {args.tokens} it exceeds {positions} positions")
+        parser.error(f"--prompt has {len(prompt)} tokens; adding --tokens {args.tokens} exceeds {positions} positions")
     sampling = {"do_sample": False}
     if args.temperature:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test uses the network
-os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # the scripts set these as well
-os.environ |= {"MAKEFLAGS": "", "ARGS": ""}  # else a make that a test starts inherits the ARGS of `make test`
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # `make test` runs several processes: more threads would compete
-# Without these limits, glibc returns freed blocks to the system. Allocating them again takes a third of a nano step.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests do not use the Hugging Face hub
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # the scripts also set these
+os.environ |= {"MAKEFLAGS": "", "ARGS": ""}  # otherwise a `make` in a test would inherit these
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # `make test` runs several processes, which share the cores
+# Without these limits, glibc returns freed blocks to the system. Reallocating them takes a third of nano's step time.
 os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 import pytest
 import torch
@@ -38,7 +38,7 @@ EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "eval_sec": 0.0}
 FP16 = "branches/fp16_grad_scaler.py"
 NANO = '"nano": GPTConfig(n_layer=4, n_head=4, n_embd=128)'
-SMALL = '"nano": GPTConfig(n_layer=2, n_head=2, n_embd=32)'  # for tests that do not depend on the size
+SMALL = '"nano": GPTConfig(n_layer=2, n_head=2, n_embd=32)'  # for tests that do not depend on the model size
 STEP = re.compile(
     r"step (?P<step>[ \d]{4}) \| loss (?P<loss>\d+\.\d{6}) \| "
     r"(?:lr (?P<lr>\d\.\d{4}e-\d\d) \| )?(?:norm (?P<norm>\d+\.\d{4}|inf|nan) \| )?"
@@ -52,19 +52,22 @@ SUMMARY = re.compile(
 
 
 def claim(file):
-    """The claim that a test file checks: the first line of its docstring."""
+    """Return the first line of a test file's docstring, which states the claim that the file checks."""
     return ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))).splitlines()[0]
 
 
 class Progress:
-    """Print the claim under test and the number of tests left instead of dots, per file and about every 20 seconds."""
+    """Print progress lines instead of dots: the elapsed time, the number of tests left and the claim under test.
+
+    A line is printed when the first test of a file starts, and otherwise about every 20 seconds.
+    """
 
     def __init__(self, terminal):
         self.terminal, self.seen, self.finished, self.start, self.last = terminal, set(), 0, time.monotonic(), 0.0
 
     def pytest_sessionstart(self, session):
         self.session = session
-        self.terminal.write_line("collecting the tests of all claims")
+        self.terminal.write_line("collecting tests")
 
     def pytest_runtest_logstart(self, nodeid):
         file, seconds = nodeid.split("::")[0], time.monotonic() - self.start
@@ -91,7 +94,7 @@ def pytest_configure(config):
         config.pluginmanager.register(Progress(config.pluginmanager.get_plugin("terminalreporter")))
 
 
-# The slowest files. They start first, which lets all workers finish at about the same time.
+# The slowest test files. Starting them first lets all workers finish at about the same time.
 LONGEST = [f"test_{name}.py" for name in "commands mistakes scripts measure docs ranks pretrain numerics model".split()]
 
 
@@ -101,11 +104,14 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
         if item.get_closest_marker("gpu") and "PYTEST_XDIST_WORKER" in os.environ:
-            item.add_marker(pytest.mark.skip(reason='several tests at once on one GPU: make test ARGS="-n 0 -m gpu"'))
+            item.add_marker(pytest.mark.skip(reason='parallel tests would share one GPU: make test ARGS="-n 0 -m gpu"'))
 
 
 def since(rung, end=None, among=SCRIPTS):
-    """The script `rung`, given by number or file, and those built on it, without `end` and those built on `end`."""
+    """Return the script `rung` and the scripts built on it, without `end` and the scripts built on `end`.
+
+    `rung` and `end` are numbers or file names.
+    """
     first, last = (SCRIPTS[which] if isinstance(which, int) else which for which in (rung, end))
 
     def builds_on(script, base):
@@ -117,9 +123,9 @@ def since(rung, end=None, among=SCRIPTS):
 
 
 def versions(*definitions, among=SCRIPTS):
-    """The scripts in which one of these definitions, or a method of one, differs from the file before.
+    """Return the scripts that change one of these definitions, or a method of one, and the first script.
 
-    It is enough to test these: test_ladder.py checks that the others have the same text, byte for byte.
+    Testing these is enough: test_ladder.py checks that other scripts repeat the previous script's text byte for byte.
     """
 
     def differs(rung):
@@ -128,17 +134,17 @@ def versions(*definitions, among=SCRIPTS):
     return [script for script in among if differs(RUNGS[script])]
 
 
-# The scripts in which a definition that the forward pass uses differs from the file before.
+# The scripts that change a definition used by the forward pass, and the first script.
 MODEL = versions("GPTConfig", "MODELS", "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward")
 
 
 def clips():
-    """The scripts that clip the gradient and print its norm."""
+    """Return the scripts that clip the gradient and print its norm."""
     return [*since(8), FP16]
 
 
 def load(script):
-    """Import a script and shrink its nano to the size of SMALL. A tool that imported its MODELS keeps the real size."""
+    """Import a script and shrink its nano to the size of SMALL. A module that imported MODELS keeps the full size."""
     module = importlib.import_module(Path(script).stem)
     if hasattr(module, "MODELS"):
         small = module.GPTConfig(n_layer=2, n_head=2, n_embd=32)
@@ -148,21 +154,21 @@ def load(script):
 
 
 def nano(script, seed=1337):
-    """The nano model of a script, initialized from the seed as the script does it."""
+    """Return a script's nano model, initialized from the seed in the same way as in the script."""
     module = load(script)
     torch.manual_seed(seed)
     return module.GPT(module.MODELS["nano"])
 
 
 def save_gpt2(folder, change=None, **config):
-    """Save a small random GPT-2 from transformers to a folder. Return (the folder, the model)."""
+    """Save a small GPT-2 from transformers with random weights to a folder and return (the folder, the model)."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32}
     model = GPT2LMHeadModel(GPT2Config(**shape | config)).eval()
     with torch.no_grad():
-        for name, p in model.named_parameters():  # includes biases: if they were zero, a lost one would go unnoticed
+        for name, p in model.named_parameters():  # also biases: a missing bias of zeros would go unnoticed
             p.normal_(mean=float("ln_" in name and name.endswith("weight")), std=0.2)
         if change:
             change(model)
@@ -172,7 +178,7 @@ def save_gpt2(folder, change=None, **config):
 
 @dataclass
 class Step:
-    """The tensors and printed fields that were recorded in one step of main()."""
+    """The tensors and printed fields that were recorded during one step of main()."""
 
     logits: list = field(default_factory=list)  # one tensor per micro-step; empty in a compiled run
     losses: list = field(default_factory=list)
@@ -180,7 +186,7 @@ class Step:
     grads: dict = field(default_factory=dict)  # name -> gradient passed to the optimizer
     after: dict = field(default_factory=dict)  # name -> weight after the optimizer step
     groups: list = field(default_factory=list)  # the settings of the optimizer's parameter groups
-    printed: dict = field(default_factory=dict)  # the fields of the printed line
+    printed: dict = field(default_factory=dict)  # the fields of the step's printed line
 
     @property
     def norm(self):
@@ -188,9 +194,9 @@ class Step:
 
 
 def play(script, *args, device="cpu", compiled=False, autocast=True, full=False, **environment):
-    """Run a script's main() in this process and return what it printed.
+    """Run a script's main() in this process and return its output.
 
-    torch.compile is skipped unless `compiled` is set. With `full`, nano has its real size instead of SMALL's.
+    The model is compiled only if `compiled` is set. With `full`, nano has its full size instead of the size of SMALL.
     """
     module, output = load(script), io.StringIO()
     torch.set_float32_matmul_precision("highest")
@@ -230,7 +236,7 @@ def watch(script, *args, compiled=False, **options):
         return loss
 
     def before(optimizer, *_):
-        if model:  # model is None while set_state_dict creates the moments (a step at learning rate 0)
+        if model:  # model is None while set_state_dict creates the moments by a step at learning rate 0
             steps[-1].groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             steps[-1].before = {name: p.detach().clone() for name, p in model.named_parameters()}
             steps[-1].grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -248,14 +254,14 @@ def watch(script, *args, compiled=False, **options):
     finally:
         for hook in hooks:
             hook.remove()
-    steps.pop()  # the last one is empty: it was added after the final step
+    steps.pop()  # the last entry is empty: it was added after the final step
     for step, line in zip(steps, STEP.finditer(printed), strict=True):
         step.losses, step.printed = [loss.item() for loss in step.losses], line.groupdict()
     return steps
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Keep on the CPU what is sent to a GPU. Append to `events` each copy and each call for which Python would wait."""
+    """Replace GPUs with the CPU. Append to `events` each copy to a GPU and each call for which Python would wait."""
 
     def __init__(self, events):
         super().__init__()
@@ -275,13 +281,13 @@ class OnTheCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def made_up_gpu(events=None, capability=(9, 0), *others):
-    """In this context torch finds one GPU per compute capability. Their work runs on the CPU.
+    """Make torch find one GPU per compute capability within this context, and run the GPUs' work on the CPU.
 
-    `events` receives their synchronizations and set_device calls, and the copies and waits recorded by OnTheCpu.
+    `events` receives the synchronize and set_device calls, and the copies and waits that OnTheCpu records.
     """
     capabilities = [capability, *others]
 
-    def capability_of(device=0):  # the first GPU is PyTorch's current one
+    def capability_of(device=0):  # GPU 0 is PyTorch's current device
         return capabilities[getattr(device, "index", device) or 0]
 
     events, autocast = [] if events is None else events, torch.autocast
@@ -294,7 +300,7 @@ def made_up_gpu(events=None, capability=(9, 0), *others):
             (torch.cuda, "get_device_name", "Made Up GPU"),
             (torch.cuda, "get_device_properties", SimpleNamespace(uuid="1234-5678")),
             (torch.cuda, "max_memory_allocated", 3 * 2**30),
-            (torch.cuda, "mem_get_info", (20 * 2**30, 80 * 2**30)),  # bytes free, bytes in total
+            (torch.cuda, "mem_get_info", (20 * 2**30, 80 * 2**30)),  # free bytes, total bytes
         ):
             patch.setattr(owner, name, lambda *args, value=value, **options: value)
         patch.setattr(torch.cuda, "get_device_capability", capability_of)
@@ -312,13 +318,16 @@ def made_up_gpu(events=None, capability=(9, 0), *others):
 
 @pytest.fixture
 def no_evaluation(monkeypatch):
-    """Replace the evaluation of pretrain/train.py with one that returns no scores."""
+    """Replace evaluate() in pretrain/train.py with a function that returns NO_SCORES."""
     monkeypatch.setattr(load(TRAIN), "evaluate", lambda *args: NO_SCORES)
 
 
 @pytest.fixture
 def refused(monkeypatch, capfd):
-    """Run a script in this process. It must exit with a one-line error on stderr. Return what it printed on stdout."""
+    """Return a function that runs a script in this process and asserts that it exits with an error.
+
+    By default, the error must be the only line on stderr. The function returns the script's output on stdout.
+    """
 
     def refused(script, *args, says="", lines=1):
         module = load(script)
@@ -332,7 +341,7 @@ def refused(monkeypatch, capfd):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # main() may have replaced this handler
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code, (printed, written) = exit.value.code, capfd.readouterr()
-        if isinstance(code, str):  # Python prints it on stderr and exits with status 1
+        if isinstance(code, str):  # Python would print the string on stderr and exit with status 1
             code, written = 1, f"{written}{code}\n"
         assert code in (1, 2) and len(written.splitlines()) == lines, written
         assert re.match(rf"{Path(script).name}: error: .*{says}", written.splitlines()[-1], re.IGNORECASE), written
@@ -354,7 +363,7 @@ def measured(request):
 
 
 def trouble(errors):
-    """The lines of a process's stderr that are errors, or warnings about a line of this project."""
+    """Return the lines of a process's stderr that are errors, or warnings about this project's code."""
     ours = rf"{re.escape(str(ROOT))}/(?!\S*(?:site|dist)-packages/)"
     return [
         line for line in errors.splitlines() if re.search(rf"\b\w*(Error|Exception)\b|: error: |Traceback|{ours}", line)
@@ -363,22 +372,22 @@ def trouble(errors):
 
 @pytest.fixture(scope="session")
 def inductor_cache(request, tmp_path_factory):
-    """The folder of torch.compile's cache. If pytest has a cache, it is kept from one `make test` to the next."""
+    """Return the folder of torch.compile's cache. It is inside pytest's cache, if enabled, and so kept between runs."""
     cache = getattr(request.config, "cache", None)
     return str(cache.mkdir("inductor") if cache else tmp_path_factory.mktemp("inductor"))
 
 
 def copy_project(folder, part=""):
-    """Copy the project, or one folder of it, without files that were built, cached or made by the README's commands.
+    """Copy the project, or one of its folders, without built or cached files and output of the README's commands.
 
-    Folders named pytest-cache-files-* are left out: another test process may rename one to .pytest_cache meanwhile.
+    Folders named pytest-cache-files-* are skipped: another test process may rename one to .pytest_cache meanwhile.
     """
     made = ".*", "__pycache__", "pytest-cache-files-*", "site", "runs", "checkpoints", "shards", "fineweb10B", "my-gpt2"
     return Path(shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(*made)))
 
 
 class Seen:
-    """The outcome of a pytest run: the names of passed tests and, for each failure, (setup or call, the exception)."""
+    """The outcome of a pytest run: the names of the passed tests, and (phase, exception) for each failure."""
 
     def __init__(self):
         self.passed, self.failed = [], []
@@ -392,9 +401,9 @@ class Seen:
 
 @pytest.fixture
 def verdict(monkeypatch, tmp_path):
-    """Run tests of a copy of the project in this process and return (pytest's exit status, a Seen).
+    """Return a function that tests a copy of the project in this process and returns (pytest's exit status, a Seen).
 
-    The copy's modules are imported again; torch and other installed packages are not.
+    The function imports the copy's modules, but it does not import torch and other installed packages again.
     """
 
     def modules_of(root):
@@ -408,7 +417,7 @@ def verdict(monkeypatch, tmp_path):
         deterministic = torch.are_deterministic_algorithms_enabled()
         for name in ours:
             del sys.modules[name]
-        # Rewriting asserts takes longer than most of these tests, and so does the garbage collection of the plugins.
+        # Assertion rewriting and the plugins' garbage collection would each take longer than most of these tests.
         plugins = "unraisableexception", "threadexception", "faulthandler", "cacheprovider", "xdist"
         words = *words, "-qx", "--assert=plain", f"--basetemp={tmp_path / 'tmp'}", "-c", root / "pyproject.toml"
         words += tuple(f"-pno:{name}" for name in plugins)
@@ -416,7 +425,7 @@ def verdict(monkeypatch, tmp_path):
             patch.chdir(root)
             patch.setattr(sys, "path", [entry for entry in path if ".venv" in entry or not entry.startswith(str(ROOT))])
             patch.setattr(sys, "dont_write_bytecode", True)
-            signal.signal(signal.SIGALRM, signal.default_int_handler)  # acts as Ctrl-C on a test that does not end
+            signal.signal(signal.SIGALRM, signal.default_int_handler)  # interrupts a test that hangs, as Ctrl-C would
             signal.alarm(300)
             status = pytest.main([str(word) for word in words], plugins=[seen])
             signal.alarm(0)
@@ -434,15 +443,15 @@ def verdict(monkeypatch, tmp_path):
 
 
 def commit_all(folder):
-    """Make a folder a git repository with all its files in the first commit."""
+    """Create a git repository in a folder and commit all its files."""
     for words in ("init -q", "add .", "-c user.name=Test -c user.email=test@localhost commit -qm all"):
         subprocess.run(["git", *words.split()], cwd=folder, check=True, capture_output=True, env=PLAIN_GIT)
 
 
 def press_ctrl_c_at(pattern, command, folder, **environment):
-    """Run a command as a terminal does, and press Ctrl-C at the first line that matches the pattern, if any does.
+    """Run a command and send it SIGINT, as a terminal does on Ctrl-C, at the first line that matches the pattern.
 
-    Returns (its stdout and stderr, its exit status or None if Ctrl-C was pressed).
+    Return (its stdout and stderr, its exit status). The status is None if SIGINT was sent.
     """
     child = subprocess.Popen(
         command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -463,7 +472,7 @@ def press_ctrl_c_at(pattern, command, folder, **environment):
                 pressed = True
                 os.killpg(child.pid, signal.SIGINT)
                 limit.cancel()
-                limit = kill_in(120)  # TensorBoard usually ends at once but in rare cases hangs
+                limit = kill_in(120)  # TensorBoard usually exits at once but occasionally hangs
         status = child.wait()
     finally:
         limit.cancel()
@@ -473,15 +482,15 @@ def press_ctrl_c_at(pattern, command, folder, **environment):
 
 
 def give_packages(folder):
-    """Link the packages that `make` has installed into a copy of the project, where `make` looks for them."""
+    """Link the .venv that `make` created into a copy of the project, where `make` looks for it."""
     if not (ROOT / ".venv" / "dev").exists():
-        pytest.skip("make test has not made .venv")
+        pytest.skip(".venv is missing: make test creates it")
     (folder / ".venv").symlink_to(ROOT / ".venv")
 
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
-    """A copy of the project in which every script's nano has the size of SMALL."""
+    """Return a copy of the project in which nano has the size of SMALL in every script."""
     folder = copy_project(tmp_path_factory.mktemp("small") / "ladder")
     for script in RUNGS:
         text = (folder / script).read_text(encoding="utf-8")
@@ -492,7 +501,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture
 def clone(small, tmp_path):
-    """A git repository with the `small` project, about a tenth of its text, and the packages that `make` installed."""
+    """Return a git repository of the `small` project with about a tenth of input.txt and a link to .venv."""
     folder = Path(shutil.copytree(small, tmp_path / "ladder"))
     (folder / "input.txt").write_bytes((ROOT / "input.txt").read_bytes()[:100_000])
     commit_all(folder)
@@ -502,7 +511,10 @@ def clone(small, tmp_path):
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory, inductor_cache):
-    """Run a script in a separate process, without network access, in an empty home folder, and return the process."""
+    """Return a function that runs a script in a separate process, offline and in an empty home folder.
+
+    The function returns the completed process and adds the files left behind, the steps and the losses to it.
+    """
 
     def run(script, *args, torchrun=None, restarts=0, folder=ROOT, timeout=600, **environment):
         home = tmp_path_factory.mktemp("home")
@@ -510,7 +522,7 @@ def run(tmp_path_factory, inductor_cache):
         if torchrun:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
             command[1:1] = [*launcher, f"--nproc_per_node={torchrun}", f"--max-restarts={restarts}"]
-        kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"  # from LD_ on: for GPUs
+        kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"  # a GPU needs those from LD_ on
         env = {name: value for name, value in os.environ.items() if re.fullmatch(kept, name)}
         packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # set by the user
         env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "offline"), *packages]))}

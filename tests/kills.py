@@ -1,12 +1,13 @@
-"""Kill pretrain/long_run.py with SIGKILL at random moments, resume it each time, and compare with an uninterrupted run.
+"""Kill pretrain/long_run.py with SIGKILL at random moments, resume it, and compare it with an uninterrupted run.
 
-    python tests/kills.py 50        one line per kill, then the count; status 1 if anything was lost
+    python tests/kills.py 50        prints a line per kill and a summary; exits with status 1 if a check fails
 
-The run trains nano with two ranks under torchrun (--ranks 1: with one) on the CPU, or on a GPU with --device cuda. It
-saves every 3 steps. Each kill comes after up to 6 new steps; about a third of the kills then also wait for a save to
-begin. A resumed run must start from the last finished save. At the end, the losses of all steps and the weights must
-match the uninterrupted run bit for bit. On a GPU, where the order of atomic additions varies, small differences are
-allowed; a lost step would make larger ones.
+The run trains nano under torchrun with two ranks on the CPU. With --ranks 1, it uses one rank; with --device cuda, it
+uses one rank on a GPU. It saves a checkpoint every 3 steps. Each kill comes 1 to 6 steps after the checkpoint from
+which the run started. About a third of the kills then also wait until a save begins. A resumed run must start from the
+last finished checkpoint. At the end, the losses of all steps and the weights must match the uninterrupted run bit for
+bit. On a GPU, the order of atomic additions varies, so small differences are allowed. A lost step would cause larger
+differences.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import psutil
 import torch
 
 ROOT, EVERY = Path(__file__).resolve().parent.parent, 3
-LOSS, WEIGHTS = 0.004, 1.5e-3  # tolerances on a GPU; test_ranks.py checks: rounding is below them, a lost step above
+LOSS, WEIGHTS = 0.004, 1.5e-3  # tolerances on a GPU; test_ranks.py checks that only a lost step exceeds them
 
 
 def start(folder, args, steps):
@@ -36,12 +37,12 @@ def start(folder, args, steps):
 
 
 def family(process):
-    """The processes of a run: torchrun, its ranks and the compiler's helpers."""
+    """Return the processes of a run: torchrun, its ranks and the compiler's worker processes."""
     return [process, *psutil.Process(process.pid).children(recursive=True)]
 
 
 def kill(processes):
-    """Kill all processes at once, as a power cut would."""
+    """Kill the processes together, as a power cut would."""
     for victim in processes:
         try:
             victim.kill()
@@ -52,16 +53,16 @@ def kill(processes):
 
 
 def log(folder):
-    """{step: loss} of the complete lines of a log. Raises AssertionError if a step is missing or repeated."""
+    """Return {step: loss} of a log's complete lines. Raise AssertionError if a step is missing or repeated."""
     path = folder / "log.jsonl"
     lines = path.read_text().split("\n")[1:-1] if path.exists() else []  # the first line describes the run
     found = {record["step"]: record["loss"] for record in map(json.loads, lines)}
-    assert list(found) == list(range(len(lines))), f"the log has the steps {list(found)}"
+    assert list(found) == list(range(len(lines))), f"the log misses or repeats a step: {list(found)}"
     return found
 
 
 def changed(folder):
-    """When the log was last written. Its steps do not show that a resumed run has begun, as it may repeat some."""
+    """Return when the log was last written. A later time shows that a resumed run has begun to log steps."""
     path = folder / "log.jsonl"
     return path.stat().st_mtime_ns if path.exists() else 0
 
@@ -71,25 +72,25 @@ def newest(folder):
 
 
 def unfinished(folder):
-    """(time of the last write, bytes) of an unfinished checkpoint. After a kill it stays until the next save."""
+    """Return (time of the last write, bytes) of an unfinished checkpoint. A kill leaves it until the next save."""
     found = []
     for path in folder.glob("*.pt.tmp"):
         try:
             found.append((path.stat().st_mtime_ns, path.stat().st_size))
-        except FileNotFoundError:  # it was finished and renamed in the meantime
+        except FileNotFoundError:  # the checkpoint was finished and renamed in the meantime
             pass
     return max(found, default=(0, 0))
 
 
 def compare(calm, stormy, exact):
-    """Compare two runs. Return the largest difference of a loss and the relative difference of the weights.
+    """Return the largest difference between two runs' losses, and the relative difference between their weights.
 
-    Raises AssertionError if a step is missing or the runs differ by more than the tolerance.
+    Raise AssertionError if a step is missing or the runs differ by more than the tolerance.
     """
     losses, others = log(calm), log(stormy)
-    assert losses.keys() == others.keys(), "not the same steps"
+    assert losses.keys() == others.keys(), "the logs contain different steps"
     one, other = (torch.load(run / f"step_{len(losses):08d}.pt", weights_only=True) for run in (calm, stormy))
-    assert one["position"] == other["position"], "not the same place in the text"
+    assert one["position"] == other["position"], "the runs end at different positions in the text"
     updates = {int(state["step"]) for state in other["optim"]["state"].values()}
     assert updates == {len(losses)}, f"AdamW took {updates} steps of {len(losses)}"
     loss = max(abs(losses[step] - others[step]) for step in losses)
@@ -120,30 +121,32 @@ def main():
             in_a_save, more, wait = chance.random() < 1 / 3, chance.randrange(2 * EVERY), chance.uniform(0, 0.05)
             patience = time.monotonic() + 300
             while (len(log(stormy)) <= before + more or changed(stormy) == written) and process.poll() is None:
-                assert time.monotonic() < patience, "no such step in 300 s"
+                assert time.monotonic() < patience, "the run did not reach the step in 300 s"
                 time.sleep(0.01)
-            victims = family(process)  # the ranks have started by now
+            victims = family(process)  # at this point, the ranks have started
             if in_a_save:
                 while unfinished(stormy)[0] <= left[0] and process.poll() is None:  # until part of a save is written
                     pass
             else:
                 time.sleep(wait)
             if process.poll() is not None:
-                raise AssertionError(f"it ended by itself, with status {process.returncode}")
+                raise AssertionError(f"the run exited before the kill, with status {process.returncode}")
             kill(victims)
             done += 1
             reached, kept, (moment, size) = len(log(stormy)), newest(stormy), unfinished(stormy)
             size *= moment > left[0]
             while_saving += size > 0
-            assert kept >= before and reached - kept <= EVERY, f"step {reached} was reached and {kept} kept"
+            assert kept >= before and reached - kept <= EVERY, f"the log has {reached} steps, the checkpoint {kept}"
             print(
-                f"kill {done}: after step {reached}, kept {kept}, {size:,} bytes of a checkpoint unfinished", flush=True
+                f"kill {done}: {reached} steps in the log, {kept} in the checkpoint, {size:,} bytes of the next one",
+                flush=True,
             )
         assert start(stormy, args, steps).wait() == 0
         assert len(log(calm)) == steps, f"the uninterrupted run has {len(log(calm))} of {steps} steps"
         loss, off = compare(calm, stormy, exact=args.device == "cpu")
-    print(f"{done} kills, {while_saving} of them in a save: {steps} losses and all weights as if undisturbed", end="; ")
-    print(f"a loss is off by {loss:.6f} at most, the weights by {off:.1e}")
+    print(f"{done} kills, {while_saving} during a save:", end=" ")
+    print(f"{steps} losses and the weights match an uninterrupted run; ", end="")
+    print(f"losses differ by at most {loss:.6f}, weights by {off:.1e}")
 
 
 if __name__ == "__main__":

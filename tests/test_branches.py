@@ -1,4 +1,4 @@
-"""fp16 skips a step whose gradient overflows, and all attention kernels compute the same up to rounding."""
+"""In fp16, a step is skipped if a gradient overflows, and all attention implementations agree up to rounding."""
 
 import functools
 import math
@@ -11,14 +11,14 @@ from conftest import FP16, STEP, load, play
 
 
 def train(monkeypatch, steps, blow_up=()):
-    """Run fp16_grad_scaler.py; return (its printed steps, the weights after each step AdamW took and at the end)."""
+    """Run fp16_grad_scaler.py and return (its printed steps, the weights after each AdamW step and at the end)."""
     module, left, calls = load(FP16), [], []
     forward, step = module.GPT.forward, torch.optim.AdamW.step
 
     def forward_and_blow_up(model, *inputs):
         loss = forward(model, *inputs)
         calls.append(model)
-        # Multiplied by the scale of 65536, a gradient this large overflows fp16. The loss itself stays finite.
+        # A gradient this large overflows fp16 when multiplied by the scale of 65536. The loss itself stays finite.
         return loss * (1e5 if len(calls) - 1 in blow_up else 1)
 
     def step_and_look(optimizer, *args, **kwargs):
@@ -37,13 +37,16 @@ def test_a_step_whose_gradient_overflows_is_skipped_and_said(monkeypatch):
     assert [bool(line["skipped"]) for line in lines] == [False, True, False, True]
     assert [line["scale"] for line in lines] == ["65536", "32768", "32768", "16384"]
     assert not math.isfinite(float(lines[1]["norm"])) and math.isfinite(float(lines[2]["norm"]))
-    assert len(left) == 2 + 1  # AdamW took steps 0 and 2; the third entry is the end of the run
+    assert len(left) == 2 + 1  # AdamW took steps 0 and 2; the third entry was added at the end of the run
     assert any(not torch.equal(a, b) for a, b in zip(left[0], left[1], strict=True))
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(left[1], left[2], strict=True))
 
 
 def test_a_growing_scale_is_not_a_skipped_step(monkeypatch):
-    """A growing scale is not reported as a skipped step. It doubles after 2,000 good steps by default; here after 2."""
+    """A growing scale is not reported as a skipped step.
+
+    In this test, the scale doubles after 2 good steps. The default is 2,000.
+    """
     monkeypatch.setattr(
         torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=1024.0, growth_interval=2)
     )
@@ -53,9 +56,9 @@ def test_a_growing_scale_is_not_a_skipped_step(monkeypatch):
 
 
 def test_it_learns(monkeypatch):
-    """The loss falls in 30 steps. It would not if the scaler were not applied to the optimizer.
+    """The loss falls within 30 steps, which requires that the scaler is applied to the optimizer.
 
-    A public notebook has that mistake (docs/pages/rungs/fp16_grad_scaler.md): its loss stays at 10.93 for 50 steps.
+    A public notebook does not apply it (docs/pages/rungs/fp16_grad_scaler.md): its loss stays at 10.93 for 50 steps.
     """
     lines, _ = train(monkeypatch, 30)
     losses = [float(line["loss"]) for line in lines]

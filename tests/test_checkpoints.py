@@ -1,4 +1,7 @@
-"""A killed run resumes bit for bit; damaged files, full disks and other runs' folders destroy no good checkpoint."""
+"""A killed run that is resumed matches an uninterrupted run bit for bit.
+
+A damaged file, a full disk, or another run that is started in the same folder does not destroy a good checkpoint.
+"""
 
 import functools
 import json
@@ -18,15 +21,15 @@ from conftest import EAGER, LONG, ROOT, RUNGS, STEP, SUMMARY, TRAIN, load, nano,
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 SIZES = ["--model", "nano", "--seq-len", 32, "--batch-size", 2, "--total-batch-size", 128]
-SIZES += ["--data", ROOT / "README.md"]  # any text will do; a short one is tokenized quickly
-SCHEDULE = ["--warmup-steps", 10, "--eval-every", 1000]  # flags of pretrain/train.py alone
+SIZES += ["--data", ROOT / "README.md"]  # any text will do; a short text is tokenized quickly
+SCHEDULE = ["--warmup-steps", 10, "--eval-every", 1000]  # flags that only pretrain/train.py has
 pytestmark = pytest.mark.usefixtures("no_evaluation")
 SAVING = since(LONG, among=list(RUNGS))
 WEIGHTS = versions("main", among=since("ddp_run.py", among=list(RUNGS)))  # the scripts with --save
 
 
 def train(steps, *args, script=LONG):
-    """Train briefly in this process, uncompiled, and return the steps."""
+    """Train briefly in this process without compiling and return the recorded steps."""
     return watch(script, *SIZES, "--steps", steps, *args, *SCHEDULE * (script == TRAIN))
 
 
@@ -35,7 +38,7 @@ def curve(steps):
 
 
 def records(log):
-    """A log's records of training steps, without its records of evaluations."""
+    """Return a log's training-step records, without its evaluation records."""
     return [record for record in map(json.loads, log.read_text().splitlines()) if "loss" in record]
 
 
@@ -52,13 +55,13 @@ def save(script, folder, keep=1, **run):
 
 @pytest.fixture
 def script():
-    """The script that a test uses unless it is parametrized with another."""
+    """Return the default script. A test that is parametrized with another script overrides it."""
     return LONG
 
 
 @pytest.fixture(scope="module")
 def whole():
-    """A function that returns the steps of a script's uninterrupted run."""
+    """Return a function that runs a script without interruption and returns its steps."""
     return functools.cache(lambda script: train(8, script=script))
 
 
@@ -69,7 +72,10 @@ def undisturbed(whole, script):
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    """A function that returns the folder of a script's 8-step run, saved at 3 and 6 and killed before its last save."""
+    """Return a function that runs a script for 8 steps, with checkpoints at steps 3 and 6, and returns the folder.
+
+    The checkpoint of step 8 is deleted, as if the run had been killed before its last save.
+    """
 
     @functools.cache
     def left(script):
@@ -86,7 +92,7 @@ def left(tmp_path_factory):
 
 @pytest.fixture
 def saved(left, script, tmp_path, monkeypatch):
-    """A copy of the checkpoints that `left` made. Its parent folder, with log.jsonl, is the current folder."""
+    """Return a copy of the checkpoint folder of `left`. Its parent, with log.jsonl, becomes the current folder."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(left(script), tmp_path, dirs_exist_ok=True)
     return tmp_path / "saved"
@@ -94,7 +100,7 @@ def saved(left, script, tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_start(refused, script, monkeypatch):
-    """Start a run with SIZES that must be refused."""
+    """Return a function that starts a run with SIZES and asserts that it is refused."""
     module = load(script)
     monkeypatch.setitem(module.MODELS, "gpt2", module.GPTConfig(n_layer=1, n_head=1, n_embd=8))
     return functools.partial(refused, script, "--device", "cpu", *SIZES, "--steps", 8, *SCHEDULE * (script == TRAIN))
@@ -109,7 +115,7 @@ def test_a_checkpoint_holds_all_that_the_training_is(tmp_path, script):
     assert checkpoint["position"] == 6 * 128
     assert checkpoint["task"].items() >= {"--model": "nano", "--seq-len": 32, "--total-batch-size": 128}.items()
     model = nano("speedup_10_fused_adamw.py")
-    model.load_state_dict(checkpoint["model"])  # strict: exactly the model's own names
+    model.load_state_dict(checkpoint["model"])  # strict: the names must be exactly the model's
     assert checkpoint["optim"]["state"].keys() == dict(model.named_parameters()).keys()
     assert {float(state["step"]) for state in checkpoint["optim"]["state"].values()} == {6.0}
 
@@ -131,12 +137,12 @@ def test_save_leaves_the_final_weights_for_every_script_of_this_shape(tmp_path, 
     assert {p.device.type for p in weights.values()} == {"cpu"}
     for other in since(7):
         model = nano(other)
-        model.load_state_dict(weights)  # strict: exactly the model's own names
+        model.load_state_dict(weights)  # strict: the names must be exactly the model's
         assert all(torch.equal(p, last.after[name]) for name, p in model.named_parameters())
 
 
 def full_disk():
-    """Limit every file to 1 MiB, as if the disk were full. Call the returned function to lift the limit."""
+    """Limit file sizes to 1 MiB, as if the disk were full, and return a function that lifts the limit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -180,7 +186,7 @@ def test_a_resumed_run_matches_an_uninterrupted_run_bit_for_bit(saved, undisturb
 
 @pytest.mark.parametrize("script", SAVING)
 def test_no_step_draws_a_random_number(script):
-    """Training steps draw no random numbers, which is why a checkpoint stores no generator states."""
+    """Training steps draw no random numbers, so a checkpoint need not store generator states."""
     states = []
     hook = register_optimizer_step_pre_hook(lambda *_: states.append(torch.get_rng_state()))
     try:
@@ -198,7 +204,7 @@ def test_other_micro_batches_continue_with_the_same_text(saved, undisturbed):
 def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(undisturbed, tmp_path):
     arguments = "--checkpoint-dir", tmp_path / "new" / "folder", "--resume", "--log-file", tmp_path / "log.jsonl"
     assert curve(train(8, *arguments)) == curve(undisturbed)
-    assert train(8, *arguments) == []  # a finished job that was requeued
+    assert train(8, *arguments) == []  # as when a finished job is requeued
     assert [record["step"] for record in records(tmp_path / "log.jsonl")] == list(range(8))
 
 
@@ -231,7 +237,7 @@ def test_the_newest_is_found_whatever_the_number_of_its_digits(tmp_path, script)
 
 @pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
 def test_a_checkpoint_of_a_gpu_is_read_where_there_is_none(tmp_path, monkeypatch, script):
-    """A checkpoint from a GPU loads onto the CPU: loading needs no GPU, and ranks do not all load it onto GPU 0."""
+    """A checkpoint from a GPU is loaded onto the CPU. This needs no GPU, and ranks do not all load it onto GPU 0."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         save(script, tmp_path, step=1)
@@ -309,13 +315,13 @@ def test_what_another_run_left_is_not_touched(saved, tmp_path, no_start, script)
     no_start("--checkpoint-dir", saved, says="has checkpoints: --resume")
     no_start("--log-file", tmp_path / "log.jsonl", says="not the log of this run")
     new = "--checkpoint-dir", tmp_path / "new", "--resume"
-    for _ in range(2):  # a refused run does not count as begun, so the second is refused as well
+    for _ in range(2):  # the first refused run leaves no state, so the second run is refused as well
         no_start(*new, "--log-file", tmp_path / "log.jsonl", says="not the log of this run")
     train(3, "--checkpoint-dir", tmp_path / "other", "--log-file", tmp_path / "other.jsonl", script=script)
     other = "--checkpoint-dir", tmp_path / "other", "--resume"
     no_start(*other, "--log-file", "log.jsonl", says="not the log of this run")
     assert (names(saved), (tmp_path / "log.jsonl").read_bytes()) == before
-    torch.save({"weights": torch.zeros(3)}, tmp_path / "new" / "step_00000009.pt")  # another program's
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "new" / "step_00000009.pt")  # from another program
     no_start("--checkpoint-dir", tmp_path / "new", says="has checkpoints: --resume")
     no_start(*new, says="of another run: --model None, not nano")
     (tmp_path / "new" / "step_00000009.pt").unlink()
@@ -325,7 +331,7 @@ def test_what_another_run_left_is_not_touched(saved, tmp_path, no_start, script)
 
 
 def killed(*args):
-    raise KeyboardInterrupt  # as after a kill, nothing later runs
+    raise KeyboardInterrupt  # ends the run at this call, as a kill would
 
 
 def test_a_run_that_was_killed_before_it_saved_begins_its_log_again(undisturbed, tmp_path, monkeypatch):
@@ -345,7 +351,7 @@ def test_a_log_that_lacks_what_the_checkpoint_knows_is_refused_and_left(saved, t
         log.write_text(left)
         no_start("--checkpoint-dir", saved, "--resume", "--log-file", log.name, says="log.jsonl is not the log of this")
         assert log.read_text() == left
-    train(7, "--checkpoint-dir", saved, "--resume")  # it resumes without a log, and the log may be restored later
+    train(7, "--checkpoint-dir", saved, "--resume")  # a run resumes without its log, which can be restored later
     log.write_text(whole)
     train(8, "--checkpoint-dir", saved, "--resume", "--log-file", log.name)
     assert [record["step"] for record in records(log)] == [*range(6), 7]
@@ -353,7 +359,7 @@ def test_a_log_that_lacks_what_the_checkpoint_knows_is_refused_and_left(saved, t
 
 
 def test_a_first_try_that_came_to_nothing_is_not_in_the_way_of_another(tmp_path, no_start):
-    """After a run was refused because of its log, another run may use its folder. The log is unchanged."""
+    """A run refused because of its log file leaves the log unchanged and the checkpoint folder free for another run."""
     saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
     log.write_text("mine")
     no_start("--checkpoint-dir", saved, "--log-file", log, says="log.jsonl is not the log of this run")
@@ -362,7 +368,7 @@ def test_a_first_try_that_came_to_nothing_is_not_in_the_way_of_another(tmp_path,
 
 
 def test_model_and_init_from_are_told_apart(saved, tmp_path):
-    """Resuming is refused if --init-from replaces --model, or if --init-from names another folder of weights."""
+    """Resuming is refused if --init-from replaces --model or names another folder of weights."""
     words = [word for word in SIZES if word not in ("--model", "nano")]
     save_gpt2(tmp_path / "nano"), save_gpt2(tmp_path / "other")
     with pytest.raises(load(LONG).UserError, match="of another run: --model nano, not None"):
@@ -406,7 +412,7 @@ def test_a_full_disk_ends_the_run_and_the_last_good_checkpoint_serves(saved, und
         )
     finally:
         end()
-    assert names(saved) == ["step_00000003.pt", "step_00000006.pt"]  # the partly written file is gone
+    assert names(saved) == ["step_00000003.pt", "step_00000006.pt"]  # the partial file was removed
     assert curve(train(8, "--checkpoint-dir", saved, "--resume")) == curve(undisturbed)[6:]
 
 
@@ -439,7 +445,7 @@ def test_a_signal_ends_a_run_of_its_own_and_saves_it(tmp_path, number):
             lines.append(line)
             if STEP.match(line) and STEP.match(line)["step"] == "   2":
                 process.send_signal(number)
-                process.send_signal(number)  # one as from the scheduler, then one as from torchrun
+                process.send_signal(number)  # as if the scheduler and torchrun had each sent a signal
     assert process.returncode == 1
     steps = [match.groupdict() for match in STEP.finditer("".join(lines))]
     assert 3 <= len(steps) <= 10
@@ -454,7 +460,7 @@ def test_a_kill_while_saving_loses_only_that_checkpoint(saved, undisturbed, tmp_
     def cut(state, file):
         file.write(pickle.dumps(state["step"]))
         file.flush()
-        shutil.copytree(saved, at_the_kill)  # as after a kill, neither rename nor cleanup follows
+        shutil.copytree(saved, at_the_kill)  # the state that a kill leaves: no rename and no cleanup
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -472,7 +478,7 @@ def test_a_damaged_checkpoint_is_not_one_of_those_kept(saved):
 
 
 def test_what_a_user_puts_beside_the_checkpoints_stays(saved):
-    """A user's files stay. Neither file times in the future nor a damaged later checkpoint displace the new one."""
+    """A user's files are kept. So is the new checkpoint, despite future file times and a damaged later checkpoint."""
     for name in ("step_best.pt", "step_6.pt", "weights.pt"):
         shutil.copy(saved / "step_00000006.pt", saved / name)
     damage(saved / "step_00000006.pt", "cut short")

@@ -1,7 +1,7 @@
 """Commands in READMEs, pages, docstrings and `make help` work as written.
 
-A long command runs until its second step. A command is not run if it needs a GPU, the hub or minutes, or if another
-test file runs it. The file lists these commands with the reason.
+A long training run is interrupted at its second step. A command is not run if it needs a GPU, the Hugging Face hub or
+several minutes, or if another test file runs it. The file lists the skipped commands by reason.
 """
 
 import ast
@@ -17,14 +17,14 @@ from conftest import EAGER, ROOT, SCRIPTS, play, press_ctrl_c_at
 FOLDERS = "branches pretrain measure dev docs".split()
 PROGRAMS = "make python uv pip torchrun git source tensorboard ghp-import apt nvidia-smi code cp printf".split()
 
-# Commands that test_a_command_works_as_written does not run, by reason. It runs every other command that is found.
+# The commands that test_a_command_works_as_written does not run, by reason. It also skips the commands in SAME.
 NOT_RUN = {
     "it is part of a sentence, not a whole command": [
         "git diff",
         "git grep",
         "git restore",
         "torchrun --standalone --nproc_per_node=8",
-        "make figures ARGS=results/FOLDER",  # test_publish.py passes named folders
+        "make figures ARGS=results/FOLDER",  # test_publish.py runs publish.py with named folders
         'make compare ARGS="results/ONE results/OTHER"',
         "make compare",
         "make plot",
@@ -78,7 +78,7 @@ NOT_RUN = {
         "nvidia-smi topo -m",
         "python measure/machine.py --device cuda",
         "python measure/roof.py --model gpt2 --batch-size 4",
-        "python measure/peers.py plain",  # it trains GPT-2 124M at B 4 and T 1024
+        "python measure/peers.py plain",  # trains GPT-2 124M at B 4 and T 1024
         "python measure/peers.py compiled",
         "python measure/peers.py trainer",
         "python measure/attention.py",  # test_branches.py runs it with short sequences
@@ -89,7 +89,7 @@ NOT_RUN = {
     ],
     "it needs several GPUs": [
         "torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500 --rdzv-id=1 "
-        "pretrain/long_run.py --checkpoint-dir checkpoints --resume",  # test_ranks.py runs two torchruns on a CPU
+        "pretrain/long_run.py --checkpoint-dir checkpoints --resume",  # test_ranks.py starts torchrun twice on a CPU
         "torchrun --standalone --nproc_per_node=2 branches/fsdp_run.py --model gpt2-xl",
         "torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 "
         "--hellaswag Rowan/hellaswag --checkpoint-dir runs/gpt2 --resume --log-file runs/gpt2.jsonl "
@@ -107,7 +107,7 @@ NOT_RUN = {
 }
 REASONS = {command: reason for reason, commands in NOT_RUN.items() for command in commands}
 
-# {pattern of a command: bash lines that create the files it needs}. $TRAINED is a folder of checkpoints.
+# {command pattern: bash lines that create the files the command needs}. $TRAINED is a folder of checkpoints.
 PARQUET = 'python -c \'import pandas; pandas.DataFrame({{"text": ["To be"] * 99}}).to_parquet("{}")\''
 BEFORE = {
     r"--data my\.txt": "cp input.txt my.txt",
@@ -134,7 +134,7 @@ BEFORE = {
     'touches = ["main"]\\nlimit = 2\\n\\n[[rung]]\\n&/\' ladder.toml',
 }
 
-# A long command is stopped with Ctrl-C at the first line that matches a key. Its output must then match the value.
+# Ctrl-C stops a long command at the first line that matches a key. The output must then match the key's value.
 LONG = {
     r"^step +1 \|": r"^median of steps ",
     r"^pass 1/\d  baseline\.py: \S+ ms\b": r"^not finished: run the same command again$",
@@ -144,7 +144,7 @@ LONG = {
 
 
 def commands():
-    """{command: the file in which a reader finds it}"""
+    """Return {command: file} for the commands in the Markdown files, the programs' docstrings and `make help`."""
     found = {}
 
     def add(command, where):
@@ -152,7 +152,7 @@ def commands():
 
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-        text = re.sub(r"<!-- results, .*?<!-- end of", "", text, flags=re.DOTALL)  # commands of past measurements
+        text = re.sub(r"<!-- results, .*?<!-- end of", "", text, flags=re.DOTALL)  # drops commands of past measurements
         blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
         for language, block in blocks.findall(text):
             assert language in ("", "bash", "text", "python"), f"{name}: ```{language}"
@@ -185,13 +185,13 @@ RUN = [command for command in FOUND if command not in REASONS.keys() | SAME]
 def test_a_command_that_is_not_run_is_still_there():
     assert REASONS.keys() - FOUND.keys() == set()
     assert [pattern for pattern in BEFORE if not any(re.search(pattern, command) for command in FOUND)] == []
-    assert len(FOUND) > 100  # fewer would mean that some places were not searched
+    assert len(FOUND) > 100  # a smaller number would mean that some files were not searched
     assert {Path(where).parts[0] for where in FOUND.values()} >= {"README.md", "CONTRIBUTING.md", "docs", "make help"}
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """A folder as a run leaves it: with a checkpoint, the best checkpoint and TensorBoard's folder."""
+    """Return a folder as a run leaves it, with a checkpoint, best.pt and TensorBoard's folder."""
     folder = tmp_path_factory.mktemp("trained")
     sizes = "--steps", 1, "--batch-size", 1, "--seq-len", 16, "--total-batch-size", 16
     play("pretrain/long_run.py", *sizes, "--checkpoint-dir", folder)
@@ -206,7 +206,7 @@ def test_a_command_works_as_written(command, clone, trained):
     before = [text for pattern, text in BEFORE.items() if re.search(pattern, command)]
     script = "\n".join(["set -e", "source .venv/bin/activate", *before, command])
     env = {"HOME": str(clone.parent), "PYTHONPATH": str(ROOT / "tests" / "offline"), "CUDA_VISIBLE_DEVICES": ""}
-    env |= {"TRAINED": str(trained)} | EAGER  # test_scripts.py runs the scripts compiled
+    env |= {"TRAINED": str(trained)} | EAGER  # test_scripts.py runs compiled scripts
     printed, status = press_ctrl_c_at("|".join(LONG), ["bash", "-c", script], clone, **env)
     if status is None:
         start = next(start for start in LONG if re.search(start, printed, re.MULTILINE))

@@ -1,7 +1,8 @@
-"""Tokenizing loses no document; pre-training reads each training token once per epoch and no held-out token.
+"""Tokenizing loses no document, and pre-training reads each training token once per epoch.
 
-If tokenizing is killed, running the command again produces the shards of an uninterrupted run. Shards are in llm.c's
-format. The validation loss does not depend on the batch size or the number of ranks.
+Held-out tokens are not used for training. If tokenizing is killed, running the command again produces the same shards
+as an uninterrupted run. The shards are in llm.c's format. The validation loss does not depend on the batch size or the
+number of ranks.
 """
 
 import array
@@ -34,7 +35,7 @@ encode = tiktoken.get_encoding("gpt2").encode_ordinary
 
 @pytest.fixture(scope="session")
 def documents():
-    """A few thousand documents, including an empty one, rare tokens and unusual characters."""
+    """Return a few thousand documents, including an empty document, rare tokens and unusual characters."""
     parts = (ROOT / "input.txt").read_text(encoding="utf-8").split("\n\n")
     return [
         *parts,
@@ -48,13 +49,13 @@ def documents():
 
 @pytest.fixture(scope="session")
 def tokens(documents):
-    """The tokens that all shards of these documents must contain, in order."""
+    """Return the tokens that the shards of these documents must contain, in order."""
     return np.array([token for text in documents for token in [END, *encode(text)]])
 
 
 @pytest.fixture(scope="session")
 def files(documents, tmp_path_factory):
-    """The documents as a JSON Lines file and as two Parquet files, and the last 30 of them as text files."""
+    """Return a folder with the documents as one JSON Lines file and two Parquet files, plus the last 30 as text."""
     folder = tmp_path_factory.mktemp("corpus")
     rows = [json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents)]
     (folder / "all.jsonl").write_text("".join(rows), encoding="utf-8")
@@ -67,7 +68,7 @@ def files(documents, tmp_path_factory):
 
 
 def shards(folder):
-    """The shards in a folder, in the order of their numbers."""
+    """Return the shards in a folder, sorted by number."""
     return [Shard(path) for path in sorted(folder.glob("*.bin"), key=lambda path: path.stem.split("_")[-1])]
 
 
@@ -77,7 +78,7 @@ def joined(folder):
 
 @pytest.fixture
 def shard(monkeypatch, capfd):
-    """Run fineweb.py in this process and return what it printed."""
+    """Return a function that runs fineweb.py in this process and returns its output."""
 
     def shard(*words):
         monkeypatch.setattr("sys.argv", ["fineweb.py", *map(str, words)])
@@ -105,9 +106,9 @@ def test_no_document_is_lost_or_written_twice(shard, files, tokens, tmp_path, ki
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all.jsonl", "*.parquet"])
 def test_a_killed_run_completes_the_same_shards(files, tmp_path, kind):
-    """After SIGKILL early and late in its work, the same command completes the shards of an uninterrupted run."""
+    """After two kills, early and late, running fineweb.py again completes the shards of an uninterrupted run."""
     out = tmp_path / "shards"
-    inputs = sorted(files.glob(kind)) * 3  # otherwise it might end before it is killed
+    inputs = sorted(files.glob(kind)) * 3  # a longer input, so that the kills come before the end
     command = [sys.executable, ROOT / "pretrain/fineweb.py", *inputs, "--shard-size", "1000", "--out"]
     subprocess.run([*command, tmp_path / "undisturbed"], check=True, capture_output=True)
     for count in (1, 60):
@@ -118,7 +119,7 @@ def test_a_killed_run_completes_the_same_shards(files, tmp_path, kind):
         assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
     subprocess.run([*command, out], check=True, capture_output=True)
     names = sorted(path.name for path in (tmp_path / "undisturbed").glob("*.bin*"))
-    assert sorted(path.name for path in out.glob("*.bin*")) == names and len(names) > 1800  # half are checksum files
+    assert sorted(path.name for path in out.glob("*.bin*")) == names and len(names) > 1800  # half are checksums
     for name in names:
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), name
     assert not list(out.glob("*.tmp"))
@@ -146,8 +147,8 @@ WRONG_CORPUS = {
     "no such column": (["a.jsonl", "--column", "body"], "body"),
     "a row without text": (["hole.jsonl"], "no text"),
     "not JSON": (["broken.jsonl"], "broken.jsonl"),
-    "a file that is no shard": (["a.jsonl", "--out", "foreign"], r"--out \S*foreign: \S*x.bin is not a shard"),
-    "shards of something else": (["a.jsonl", "--out", "public"], "public.*something else"),
+    "a file that is not a shard": (["a.jsonl", "--out", "foreign"], r"--out \S*foreign: \S*x.bin is not a shard"),
+    "shards of something else": (["a.jsonl", "--out", "public"], "public.*another source"),
     "shards of the format before": (
         ["a.jsonl", "--out", "old"],
         "000000.bin has an old, unsupported format: ",
@@ -188,7 +189,7 @@ def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, ca
     monkeypatch.setattr("sys.argv", ["fineweb.py", *arguments])
     with pytest.raises(SystemExit) as exit:
         fineweb.main()
-    assert exit.value.code == (1 if "alone" in case else 2)  # it fails after writing a shard
+    assert exit.value.code == (1 if "alone" in case else 2)  # this case fails only after writing a shard
     written = capfd.readouterr().err
     lines = [line for line in re.split(r"[\r\n]", written) if line and "tokens/s]" not in line]  # no progress bar
     assert len(lines) == 1 and re.match(f"fineweb.py: error: .*{pattern}", lines[0]), written
@@ -204,12 +205,12 @@ def test_a_hub_that_cannot_be_reached_is_one_line(run, tmp_path):
 
 
 def public(tokens, magic=20240520, version=1, **_):
-    """The bytes of a shard, built from the format's description in llm.c's data_common.py."""
+    """Return the bytes of a shard in the format that llm.c's data_common.py describes."""
     return struct.pack("<256i", magic, version, len(tokens), *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens)
 
 
 def test_a_public_shard_is_trained_on(tmp_path, monkeypatch):
-    """Shards named as on the hub, without checksum files, are used: one for training, one for validation."""
+    """train.py uses a training and a validation shard that are named as on the hub and have no checksum files."""
     folder = tmp_path / "finewebedu10B"
     folder.mkdir()
     held_out, text = np.array_split(encode((ROOT / "input.txt").read_text(encoding="utf-8")[:60_000]), [3000])
@@ -226,7 +227,7 @@ def test_a_public_shard_is_trained_on(tmp_path, monkeypatch):
 
 
 def test_anybody_can_read_what_is_written(shard, files, tokens, tmp_path):
-    """The format's description is enough to read every shard, and sha256sum confirms every checksum."""
+    """A reader written from the format's description reads the shards, and sha256sum confirms their checksums."""
     shard(files / "all.jsonl", "--out", tmp_path, "--shard-size", 50_000)
     kinds, found = [], []
     for path in sorted(tmp_path.glob("*.bin"), key=lambda path: path.name[-10:]):
@@ -243,7 +244,7 @@ def test_anybody_can_read_what_is_written(shard, files, tokens, tmp_path):
 
 
 def damaged(name, data):
-    """A shard's bytes with one kind of damage."""
+    """Return a shard's bytes with the named damage."""
     if name == "cut short":
         return data[:-2]
     if name == "no header":
@@ -286,7 +287,7 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
         Path(f"{path}.sha256").unlink()
     with pytest.raises(ValueError, match=re.escape(f"{path} {DAMAGE[name]}")):
         Shard(path)[:]
-    if name in ("a flipped bit", "another vocabulary"):  # found only when the shard is read; the other is good
+    if name in ("a flipped bit", "another vocabulary"):  # found only when this shard is read
         loader = train.DataLoaderLite(tmp_path, 1, 100)
         with pytest.raises(ValueError, match=re.escape(str(path))):
             for _ in range(60):
@@ -299,12 +300,12 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
 def test_shards_without_train_or_val_in_their_names_are_refused(names, tmp_path, refused):
     for name in names:
         write_shard(tmp_path / f"{name}.bin", np.arange(3000))
-    words = "--data", tmp_path, "--steps", 1, "--total-batch-size", 512  # short, in case it is not refused
-    refused(TRAIN, *words, says=rf"{re.escape(str(tmp_path))}: \d shards are named .* both")
+    words = "--data", tmp_path, "--steps", 1, "--total-batch-size", 512  # a short run, in case it is not refused
+    refused(TRAIN, *words, says=rf"{re.escape(str(tmp_path))}: \d shards match .* both")
 
 
 def test_a_shard_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """A shard is flushed to disk before it gets its name, and its checksum file is written first.
+    """A shard is flushed to disk before it is renamed to its final name, and its checksum file is written first.
 
     Without the flush, a power cut could leave a file of the right size that is full of zeros.
     """
@@ -325,7 +326,7 @@ def test_a_shard_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Shards of 100 (for validation), 1000, 1337, 1000 and 41 tokens. No token occurs twice."""
+    """Return a folder of shards of 100 (validation), 1000, 1337, 1000 and 41 tokens. No token occurs twice."""
     folder = tmp_path_factory.mktemp("shards")
     start = 0
     for i, size in enumerate((100, 1000, 1337, 1000, 41)):
@@ -367,7 +368,7 @@ def test_each_epoch_and_each_seed_orders_the_shards_anew(corpus):
 
 def test_a_place_in_the_stream_is_one_number(corpus):
     first, second = (train.DataLoaderLite(corpus, 3, 11) for _ in range(2))
-    for _ in range(150):  # past the end of every shard and of an epoch
+    for _ in range(150):  # reads past the end of every shard and of an epoch
         first.next_batch()
     second.position = first.position
     for _ in range(150):
@@ -383,7 +384,7 @@ def test_of_a_text_the_last_tenth_is_held_out():
 
 
 def uneven():
-    """A nano model whose losses differ from token to token."""
+    """Return a nano model whose loss differs from token to token."""
     model = nano(TRAIN, seed=0).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2)

@@ -27,7 +27,7 @@ B, T = 4, 32
 
 
 def listed(function):
-    """The kernels that counts.Counter records while a function runs."""
+    """Return the kernels that counts.Counter records while a function runs."""
     with counts.Counter() as counter:
         function()
     return counter.kernels
@@ -35,7 +35,7 @@ def listed(function):
 
 @pytest.fixture(scope="module")
 def step():
-    """Count the kernels of a rung's step with nano. A repeated call returns the first result."""
+    """Return a function that counts the kernels of a rung's nano step and caches the result."""
     done = {}
 
     def step(number, cuda=True):
@@ -54,7 +54,7 @@ def test_the_flops_match_the_formula_except_where_stated(number, step):
     config = counts.MODELS["nano"]
     L, C, V = config.n_layer, config.n_embd, config.vocab_size
     expected = B * T * roof.flops_per_token(config, T)
-    if "06" <= number <= "99":  # flash: 2 matmuls forward and 5 backward, on the T (T + 1) / 2 unmasked scores
+    if "06" <= number <= "99":  # FlashAttention: 2 matmuls forward and 5 backward, on T (T + 1) / 2 unmasked scores
         expected += L * B * C * 2 * (7 * T * (T + 1) // 2 - 6 * T * T)
     if "07" <= number <= "99":
         expected += 6 * B * T * C * (50304 - V)
@@ -81,7 +81,7 @@ def test_the_bytes_of_the_masked_softmax():
     n = scores.numel()
     assert [(kernel.name, kernel.bytes) for kernel in kernels] == [
         ("aten::bitwise_not", 64 + 64),
-        ("aten::clone", 2 * n + 2 * n),  # masked_fill runs this and the next
+        ("aten::clone", 2 * n + 2 * n),  # masked_fill runs this kernel and the next
         ("aten::masked_fill_", 2 * n + 64 + 2 * n),
         ("aten::_softmax", 2 * n + 2 * n),
     ]
@@ -89,14 +89,14 @@ def test_the_bytes_of_the_masked_softmax():
 
 @pytest.mark.parametrize(("fused", "passes"), [(False, 20), (True, 7)])
 def test_the_bytes_of_adamw(fused, passes):
-    """Fused AdamW reads weight, gradient and moments and writes all but the gradient. Unfused, it has eight kernels."""
+    """Fused AdamW reads weight, gradient and moments and writes all but the gradient. Plain AdamW has eight kernels."""
     weights = [torch.zeros(3, 5, requires_grad=True), torch.zeros(7, requires_grad=True)]
     optimizer = torch.optim.AdamW(weights, fused=fused, foreach=not fused)
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     optimizer.step()
     kernels = listed(optimizer.step)
-    counters = 2 * 4 * 3 if fused else 0  # step counters on the GPU: one kernel reads and writes them, one only reads
+    counters = 2 * 4 * 3 if fused else 0  # step counters: one kernel reads and writes them, another only reads them
     assert sum(kernel.bytes for kernel in kernels) == 4 * passes * (3 * 5 + 7) + counters
     assert len(kernels) == (2 if fused else 8)
 
@@ -112,7 +112,7 @@ def test_a_lookup_counts_only_its_rows_and_a_view_counts_nothing():
     table, ids = torch.zeros(1000, 8), torch.zeros(2, 3, dtype=torch.int64)
     (kernel,) = listed(lambda: F.embedding(ids, table).view(6, 8).t()[1:])
     assert kernel.bytes == 6 * 8 + 2 * (6 * 8 * 4)
-    (kernel,) = listed(lambda: torch.zeros(5, 1).expand(5, 4).neg())[1:]  # reads the 5 stored values, writes all 20
+    (kernel,) = listed(lambda: torch.zeros(5, 1).expand(5, 4).neg())[1:]  # reads 5 stored values and writes 20
     assert kernel.bytes == 4 * 5 + 4 * 5 * 4
 
 
@@ -120,7 +120,7 @@ def test_a_lookup_counts_only_its_rows_and_a_view_counts_nothing():
 
 
 def test_the_kernels_of_a_step_are_those_that_the_profiler_sees(step, monkeypatch):
-    """The kernels counted for the baseline's nano step on a CPU match the operations in PyTorch's profiler."""
+    """The kernels counted for the baseline's nano step on a CPU match those that PyTorch's profiler records."""
     profiler, steps = torch.profiler.profile(), []
 
     def end_of_step(*_):
@@ -135,11 +135,11 @@ def test_the_kernels_of_a_step_are_those_that_the_profiler_sees(step, monkeypatc
         hook.remove()
         torch.use_deterministic_algorithms(False)
     counted = Counter(kernel.name for kernel in step("baseline", cuda=False))
-    # Autograd adds two gradients in place, unless they are fake tensors, which the counter uses.
+    # Autograd accumulates two gradients in place, except for fake tensors, which the counter uses.
     counted["aten::add"] += counted.pop("aten::add_")
     seen, others = Counter(), set()
     for event in profiler.events():
-        names = []  # the operation, then its callers; one inside a counted operation is not counted again
+        names = []  # the operation and its callers; an operation inside a counted one is skipped
         while event:
             names.append("aten::add" if event.name == "aten::add_" else event.name)
             event = event.cpu_parent
@@ -179,10 +179,11 @@ def test_what_the_compiler_fuses_is_fewer_kernels_and_fewer_bytes_and_the_same_t
     scores = {kernel.bytes for kernel in compiled if "softmax" in kernel.name}
     assert scores and not any("softmax" in kernel.name and "log" not in kernel.name for kernel in flash)
     table = 4 * 50257 * 128
-    assert table in {kernel.bytes for kernel in compiled if "embedding_dense_backward" in kernel.name}  # filled with 0
-    assert max(kernel.bytes for kernel in compiled if "embedding_native" in kernel.name) < table / 10  # only rows
+    # The backward pass fills the whole table with zeros. The forward pass reads only the rows of its tokens.
+    assert table in {kernel.bytes for kernel in compiled if "embedding_dense_backward" in kernel.name}
+    assert max(kernel.bytes for kernel in compiled if "embedding_native" in kernel.name) < table / 10
     counts.SCHEDULES.clear()
-    torch.use_deterministic_algorithms(True)  # a script on the CPU leaves this on
+    torch.use_deterministic_algorithms(True)  # a script on the CPU leaves this setting on
     try:
         assert counts.step(RUNGS["05"], "nano", B, T) == step("05")
         assert torch.are_deterministic_algorithms_enabled()
@@ -190,13 +191,13 @@ def test_what_the_compiler_fuses_is_fewer_kernels_and_fewer_bytes_and_the_same_t
         torch.use_deterministic_algorithms(False)
 
 
-# ---- the floor: a lower bound on a step's time
+# ---- the floor: a lower bound on the step time
 
 
 def test_the_floor_is_for_each_kernel_the_longer_of_the_two():
     card = floor.Card({"float32": 2.0, "fp16": 8.0}, 1000)  # 2 and 8 TFLOP/s, 1 TB/s
     slow, fast = floor.Kernel("mm", "matmul", "float32", 4 * 10**9, 10**9), floor.Kernel("add", "", "", 0, 3 * 10**9)
-    half = floor.Kernel("mm", "matmul", "bf16", 8 * 10**9, 5 * 10**9)  # in fp16: 1 ms of matmul, 5 ms of memory
+    half = floor.Kernel("mm", "matmul", "bf16", 8 * 10**9, 5 * 10**9)  # in fp16: 1 ms of FLOPs, 5 ms of memory traffic
     assert card.floor_ms({slow: 1}) == (2, 0)
     assert card.floor_ms({slow: 2, fast: 3, half: 1}) == pytest.approx((2 * 2 + 3 * 3 + 5, 3 * 3 + 5))
     assert card.floor_ms({slow._replace(precision="tf32"): 1}) == (2, 0)
@@ -206,7 +207,7 @@ def test_a_card_is_one_of_the_table_or_what_roof_py_printed(tmp_path):
     assert floor.Card.read("4090") == floor.Card.read("RTX 4090") == floor.Card.read("rtx 4090")
     roof = tmp_path / "roof.json"
     roof.write_text(json.dumps({"ceilings_tflops": {"float32": 1.5}, "copy_gb_per_s": 20, "matmul": []}))
-    for precision in ("float32", "tf32", "bf16"):  # this CPU has a peak for float32 alone
+    for precision in ("float32", "tf32", "bf16"):  # roof.json has a peak for float32 only
         assert floor.Card.read(str(roof)).floor_ms({floor.Kernel("mm", "", precision, 3 * 10**9, 0): 1}) == (2, 0)
     for wrong in ({"ceilings_tflops": []}, {"copy_gb_per_s": 0}, {"copy_gb_per_s": None}, {"ceilings_tflops": {}}):
         roof.write_text(json.dumps({"ceilings_tflops": {"float32": 1.5}, "copy_gb_per_s": 20} | wrong))
@@ -289,7 +290,7 @@ def test_the_picture_has_the_three_counts_of_every_rung_and_apart_from_them_what
 
 @pytest.mark.parametrize("number", EAGER + COMPILED)
 def test_the_committed_counts_match_the_scripts(number):
-    """A new count matches results/counts.json. Skipped with another torch version, whose counts may differ."""
+    """A new count matches results/counts.json. Other torch versions skip this test: their counts may differ."""
     data = json.loads((ROOT / "results" / "counts.json").read_text())
     if data["torch"] != torch.__version__.partition("+")[0]:
         pytest.skip(f"counted with torch {data['torch']}")

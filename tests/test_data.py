@@ -1,4 +1,4 @@
-"""The loader returns consecutive batches, starts again at the end of the text, and divides batches among ranks."""
+"""The loader returns consecutive batches, starts over at the end of the text, and divides batches among ranks."""
 
 import hashlib
 import os
@@ -11,12 +11,12 @@ from conftest import ROOT, RUNGS, TRAIN, load, since, versions
 
 BATCH, LENGTH = 3, 5
 LOADERS = versions("DataLoaderLite")
-ALL_LOADERS = versions("DataLoaderLite", among=list(RUNGS))  # train.py's is endless and holds out a tenth
+ALL_LOADERS = versions("DataLoaderLite", among=list(RUNGS))  # train.py's loader is endless and holds out a tenth
 
 
 @pytest.fixture(scope="module")
 def short_text(tmp_path_factory):
-    """A text of about 100 tokens: six batches of 15 tokens and a remainder."""
+    """Return a text file of about 100 tokens: six batches of 15 tokens and a remainder."""
     path = tmp_path_factory.mktemp("text") / "short.txt"
     path.write_bytes((ROOT / "input.txt").read_bytes()[:320])
     return path
@@ -89,7 +89,7 @@ def test_a_text_without_a_batch_for_each_rank_is_too_short(short_text, tokens):
 
 @pytest.mark.parametrize("script", ALL_LOADERS)
 def test_every_id_of_the_vocabulary_is_read_as_it_is(script, tmp_path):
-    """Token ids above 32,767, the largest signed 16-bit number, are unchanged, and <|endoftext|> is read as text."""
+    """Token ids above 32,767, the largest signed 16-bit number, are read unchanged. <|endoftext|> is read as text."""
     encoding = tiktoken.get_encoding("gpt2")
     text = " SolidGoldMagikarp<|endoftext|>" + encoding.decode([*range(32000, 34000), *range(50000, 50256)])
     expected = encoding.encode_ordinary(text)

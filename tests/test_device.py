@@ -1,6 +1,7 @@
-"""The peak, clock, background load and profile of a device are measured on that device.
+"""The peak, clock, background load and profile are measured on the selected device.
 
-FLOPs are compared with PyTorch's counter. Kernels of a T4, an A100 and an H100 are grouped by their names.
+The FLOP count is compared with PyTorch's counter. The grouping of kernels is tested with the names of kernels on a T4,
+an A100 and an H100.
 """
 
 import contextlib
@@ -83,7 +84,7 @@ def test_a_gpu_is_measured_in_the_types_that_it_multiplies_in_and_in_no_emulated
     cuda, said = torch.device("cuda"), io.StringIO()
     with made_up_gpu(None, capability), contextlib.redirect_stdout(said):
         assert roof.precisions(cuda) == found
-        assert "bf16" not in roof.precisions(torch.device("mps"))  # rung 03 does not use bf16 there
+        assert "bf16" not in roof.precisions(torch.device("mps"))  # rung 03 does not use bf16 on MPS
         monkeypatch.setattr(bench, "ATTENTION", {})
         monkeypatch.setattr("sys.argv", ["attention.py", "--seq-lens", "8"])
         bench.main()
@@ -105,7 +106,7 @@ def test_the_machine_is_described_with_all_its_memory():
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Make NVML report two GPUs at 1234 MHz, with the processes in `processes`. The second is GPU-1234-5678."""
+    """Make NVML report two GPUs at 1234 MHz and the processes in `processes`. The second GPU is GPU-1234-5678."""
     state = SimpleNamespace(processes=[], used=2**30)
     for name, value in (
         ("nvmlInit", lambda: None),
@@ -131,7 +132,7 @@ def test_clock_and_power_are_read_from_the_measured_gpu(nvml):
     with made_up_gpu():
         gpu = gauge.find_gpu(machine.describe(torch.device("cuda"))["gpu_id"])
     assert gpu == "GPU-1234-5678" and gauge.find_gpu(None) is None
-    assert gauge.find_gpu(gauge.gpu_id(SimpleNamespace(uuid="of-a-MIG-slice"))) is None  # it shares its clock
+    assert gauge.find_gpu(gauge.gpu_id(SimpleNamespace(uuid="of-a-MIG-slice"))) is None  # slices share a clock
     assert gauge.reading(gpu) == {"clock_mhz": 1234, "power_w": 457, "power_limit_w": 700, "temperature_c": None}
     assert gauge.reading(None) is None
 
@@ -169,7 +170,7 @@ def test_the_tf32_peak_is_not_measured_in_float32(monkeypatch):
     cpu = torch.device("cpu")
     with pytest.raises(RuntimeError, match="plain float32"):  # a CPU has no TF32
         roof.multiply("tf32", (16, 16, 16), cpu)
-    # This matmul rounds its input, as a matmul in TF32 does.
+    # This matmul rounds its input, as a TF32 matmul does.
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, y: torch.mm(x.bfloat16().float(), y))
     monkeypatch.setattr(roof, "seconds", lambda *args, **names: 0.5)
     assert roof.multiply("tf32", (16, 16, 16), cpu) > 0
@@ -190,7 +191,7 @@ def test_the_peak_of_a_gpu_is_measured_after_it_has_worked(monkeypatch, nvml):
     assert found["gpu"]["clock_mhz"] == 1234
 
 
-# ---- where the time of a step goes
+# ---- the breakdown of the step time
 
 
 def span(name, start, length, category="cpu_op", **args):
@@ -215,7 +216,7 @@ def test_operations_of_a_cpu_are_grouped_by_the_time_spent_in_themselves():
         "matmul": 2.0,
         "attention": 0.5,
         "softmax and loss": 0.5,
-        "normalisation and element-wise": 0.25 + 0.5 + 1.0,  # 1.0 is the time of linear itself
+        "normalisation and element-wise": 0.25 + 0.5 + 1.0,  # 1.0 is the time spent in aten::linear itself
         "optimizer": 1.5,
         "copies": 0.25,
         "idle": 10 - 0.5 - 0.5 - 2 - 1 - 1.5 - 0.25 - 0.5 - 0.25,
@@ -246,9 +247,9 @@ def test_kernels_of_a_gpu_are_grouped_by_their_name_and_by_what_launched_them():
         )
         start += length
     events.append(span("Memcpy HtoD (Pinned -> Device)", 19_000, 50, "gpu_memcpy"))
-    events.append(span("ProfilerStep#1", 10_000, 3_000, "gpu_user_annotation"))  # the GPU's record of it
+    events.append(span("ProfilerStep#1", 10_000, 3_000, "gpu_user_annotation"))  # the same step, recorded on the GPU
     found = kernels.grouped(*kernels.in_steps(events))
-    assert found == {  # milliseconds per step, averaged over two
+    assert found == {  # ms per step, averaged over two steps
         "matmul": 0.5,
         "attention": 0.65,
         "softmax and loss": 0.5,

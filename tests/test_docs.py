@@ -1,7 +1,7 @@
 """The site shows git's diffs, the measured figures and correct arithmetic, and works in a browser.
 
-Chromium opens every page from the disk, and one page of each kind from a server. No page has a console error, an
-overflow on a phone or a desktop, or a serious axe violation.
+Chromium opens every page from disk, and one page of each kind from a server. No page has a console error, overflows on
+a phone or a desktop, or has a serious accessibility violation found by axe.
 """
 
 import functools
@@ -56,7 +56,7 @@ def soup(site):
 
 
 def text_of(diff, side=None):
-    """The text of a diff as the inline view shows it, or of one side ("old" or "new")."""
+    """Return the text of a diff in the inline view, or of one side ("old" or "new")."""
     wanted = {
         None: "pre.at, .block.same > .new .line, .block:not(.same) .line",
         "old": ".old .line",
@@ -73,7 +73,7 @@ def git(*args):
 def test_every_page_is_there_and_no_other(site):
     found = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
     assert found == set(PAGES)
-    assert (site / ".nojekyll").exists()  # with it, GitHub Pages serves the folder unchanged
+    assert (site / ".nojekyll").exists()  # makes GitHub Pages serve the folder unchanged
 
 
 @pytest.mark.parametrize("before, after", NEAR)
@@ -82,7 +82,8 @@ def test_the_diff_of_a_page_is_gits(soup, before, after):
     pages = [docs.pair_page(before, after)] + [docs.page(after)] * (RUNGS[after].before == before)
     for page in pages:
         (diff,) = soup(page).select(".diff")
-        assert all(twice.get("aria-hidden") == "true" for twice in diff.select(".block.same > .old"))  # read out once
+        # Screen readers must read an unchanged line only once.
+        assert all(twice.get("aria-hidden") == "true" for twice in diff.select(".block.same > .old"))
         assert text_of(diff) == printed
         body = printed[printed.index("@@") :].splitlines(keepends=True)
         for side, sign in (("old", "+"), ("new", "-")):
@@ -134,7 +135,7 @@ def test_a_rungs_page_has_all_that_a_reader_looks_for(soup, script):
         assert not exercise.has_attr("open") and "?" in exercise.summary.text
     assert exercises
     assert len(article.select('h2#sources + ul a[href^="https://"]')) >= 2
-    article = BeautifulSoup(str(article), "html.parser")  # a copy, from which everything but prose is removed
+    article = BeautifulSoup(str(article), "html.parser")  # a copy that is reduced to its prose
     for part in article.select("h1, .facts, .diff, .results, h2#sources + ul, h2#run-it + div, .headerlink"):
         part.decompose()
     words = len(re.findall(r"[\w,.']*\w", article.text))
@@ -143,7 +144,7 @@ def test_a_rungs_page_has_all_that_a_reader_looks_for(soup, script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_rungs_page_begins_with_its_numbers(site, soup, script):
-    """What the rung is for, its changed lines, minutes to read, predicted and measured gain, and a copy of its file."""
+    """The page begins with the rung's kind, changed lines, reading time, predicted and measured gain, and file."""
     rung, facts = RUNGS[script], soup(docs.page(script)).select_one("h1 + .facts")
     shown = {term.text: term.find_next("dd").text for term in facts.select("dt")}
     assert shown.get("kind", "") == rung.kind
@@ -171,7 +172,7 @@ def equations():
 
 
 def is_true(line):
-    """Whether the left side of `label: 4 × 1,024 × 2 bytes = 8.19 kB` equals the right side, to the digits shown."""
+    """Return whether both sides of a line such as `label: 4 × 1,024 × 2 bytes = 8.19 kB` agree to the digits shown."""
     left, right = line.split(": ", 1)[1].split(" = ")
     left = NUMBER.sub(lambda n: f"({n[1].replace(',', '')} * {UNITS[n[2] or '']})", left)
     assert re.fullmatch(r"[\d.e+*/() ×−-]+", left), left
@@ -214,7 +215,7 @@ def test_a_rungs_page_shows_its_three_counts_first(soup, script):
 
 
 def check_findings(page, script, name, data):
-    """Assert that a rung's page shows the rung's measured figures beside the predicted ones."""
+    """Assert that a rung's page shows its measured figures beside the predicted figures."""
     (section,) = page.select(f'.result[data-result="{name}"]')
     rows = [[cell.text.strip() for cell in row.select("td")] for row in section.select("tbody tr")]
     assert all(predicted for predicted, _ in rows)
@@ -239,7 +240,7 @@ def check_findings(page, script, name, data):
 
 
 def test_the_front_page_is_the_readme(soup):
-    """The front page has the README's headings, page links, tables and picture (two if one is for narrow windows)."""
+    """The front page has the README's headings, page links, tables and picture, in one or two widths."""
     page, readme = soup("index.html").select_one("article"), (ROOT / "README.md").read_text(encoding="utf-8")
     headings = [heading.find(string=True).strip() for heading in page.find_all("h2")]
     assert headings == [*re.findall(r"^## (.+)$", readme, re.MULTILINE), "On this site"]
@@ -247,12 +248,12 @@ def test_the_front_page_is_the_readme(soup):
     for name, anchor in re.findall(r"\]\(docs/pages/([\w/]+)\.md(#[\w-]+)?\)", readme):
         assert f"{name}.html{anchor}" in linked
     pictures = page.select("figure[role=img][aria-label] svg")
-    assert len(pictures) == (2 if "counts.svg" in readme else 1)  # counts.svg, until a GPU has been measured
+    assert len(pictures) == (2 if "counts.svg" in readme else 1)  # counts.svg is shown until a GPU is measured
     assert len(page.select("table")) == len(re.findall(r"^\| ---", readme, re.MULTILINE)) == 2
 
 
 def test_no_page_shows_the_note_for_github(soup):
-    assert not [page for page in [*SIDE_PAGES, *RUNG_PAGES] if "On GitHub this page lacks" in soup(page).text]
+    assert not [page for page in [*SIDE_PAGES, *RUNG_PAGES] if "On GitHub, this page lacks" in soup(page).text]
 
 
 def test_a_page_has_its_figures_in_it_and_no_two_elements_with_one_id(soup):
@@ -293,7 +294,7 @@ def test_every_mistake_is_on_its_page(soup):
     groups = [heading.find(string=True).strip() for heading in page.select("article h2")]
     assert list(kinds) == ["silent", "slow", "unsafe"]
     assert groups == ["Silently wrong", "Slower than it looks", "Unsafe"]
-    assert docs.TOPICS[0] == kinds["silent"][0]["topic"]  # rung 01's page relies on it
+    assert docs.TOPICS[0] == kinds["silent"][0]["topic"]  # the page of rung 01 relies on this
     mistakes = [
         (group, mistake)
         for group, kind in zip(groups, kinds, strict=True)
@@ -317,7 +318,7 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site, s
             link = element.get("href") or element.get("src")
             target = urlparse(urljoin(f"file:///{page}", link))
             if target.scheme == "https" and element.name == "a":
-                continue  # an external link, which the tests cannot follow without a network
+                continue  # an external link, which the tests cannot follow offline
             path = unquote(target.path).lstrip("/")
             ok = target.scheme == "file" and (site / path).is_file() and not link.startswith("/")
             if not (ok and (not target.fragment or target.fragment in ids(path))):
@@ -352,9 +353,9 @@ OVERFLOW = """() => document.documentElement.scrollWidth > innerWidth ? ["the pa
 
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory):
-    """Build a site with `make docs` from a made-up GPU result and a new rung. Return (its folder, the result).
+    """Build a site with `make docs` from a made-up GPU result and a new rung, and return (its folder, the result).
 
-    The result has no measured peak, a script that failed and passes that failed.
+    The result contains a failed script and failed passes, but no measured peak.
     """
     root = copy_project(tmp_path_factory.mktemp("docs") / "ladder")
     data = json.loads((ROOT / "results" / next(iter(RESULTS)) / "ladder.json").read_text(encoding="utf-8"))
@@ -387,7 +388,7 @@ def made_up(tmp_path_factory):
 
 
 def add_rung(root):
-    """Add a rung before ddp_run.py, as CONTRIBUTING.md describes. The result still compares ddp_run.py with rung 10."""
+    """Insert a rung before ddp_run.py as CONTRIBUTING.md describes. A result still compares ddp_run.py with rung 10."""
     ladder = (root / "ladder.toml").read_text(encoding="utf-8")
     row = '[[rung]]\nfile = "speedup_11_new.py"\ntitle = "New"\nidea = "new"\ntouches = []\nlimit = 0\n\n'
     parts = ladder.rpartition('[[rung]]\nfile = "ddp_run.py"')
@@ -407,14 +408,14 @@ def test_a_gpus_result_comes_first_also_with_failed_runs_and_no_peak(made_up):
     pages = [BeautifulSoup((folder / page).read_text(encoding="utf-8"), "html.parser") for page in RUNG_PAGES]
     assert [result["data-result"] for result in pages[0].select(".result")] == ["made-up", *RESULTS]
     for script, page in zip(SCRIPTS, pages, strict=True):
-        if script != "ddp_run.py":  # the rung before it is now the new one
+        if script != "ddp_run.py":  # its previous rung is now the new rung
             check_findings(page, script, "made-up", data)
     assert "A pass failed: the first pass failed" in pages[1].text
     said = "Predicted on 2026-11-23 for NVIDIA H200, B {}, T 1024: {} ms per step; measured: {} ms, {}."
     assert said.format(64, "124 to 132", "130.0", "as predicted") in pages[10].text
     found = data["rows"][7]["median_ms"]
     assert said.format(16, "33 to 36", f"{found:,.1f}", f"{found / 36 - 1:+.0%}") in pages[7].text
-    assert "not measured yet" in pages[7].text  # at B 64
+    assert "not measured yet" in pages[7].text  # the prediction for B 64
     assert "One pass does not show the spread" in pages[1].text
     assert "The largest batch size that ran was 96" in pages[2].text
 
@@ -455,7 +456,7 @@ def test_a_mistake_in_a_page_is_one_line_and_leaves_the_site_that_was_there(tmp_
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serve the site below a path, as GitHub Pages does, without logging."""
+    """Serve the site under a path, as GitHub Pages does, without logging."""
 
     def translate_path(self, path):
         assert path.startswith("/ladder/"), path
@@ -467,7 +468,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def urls(site):
-    """The addresses of the site on disk and on a local server."""
+    """Yield the URLs of the site on disk and on a local server."""
     handler = functools.partial(Handler, directory=site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -488,18 +489,18 @@ def base(request, urls):
     return urls[request.param]
 
 
-# Storage, search and loading may differ between a file and a server: such tests use both. The others use the file.
+# Storage, search and loading may differ between files and a server, so their tests use both. Others use files.
 from_both = pytest.mark.parametrize("base", ["file", "http"], indirect=True)
 
 
 @pytest.fixture
 def tab(browser, base):
-    """A browser tab that collects errors, failed requests and external requests. There must be none at the end."""
+    """Yield a browser tab, and assert at the end that it had no errors, failed requests or external requests."""
     with browser.new_context(viewport={"width": 1440, "height": 900}) as context:
         page, wrong = context.new_page(), []
         page.on("console", lambda message: message.type in ("error", "warning") and wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        left = "net::ERR_ABORTED"  # the test went to another page in the meantime
+        left = "net::ERR_ABORTED"  # the test left the page before the request finished
         page.on("requestfailed", lambda request: request.failure == left or wrong.append(request.url))
         page.on("request", lambda request: request.url.startswith((base, "blob:")) or wrong.append(request.url))
         page.on("response", lambda response: response.status < 400 or wrong.append(response.url))
@@ -524,7 +525,7 @@ def test_every_page_loads_and_nothing_overflows(tab, base):
                     tab.evaluate("view => document.documentElement.dataset.view = view", view)
                     assert not tab.evaluate(OVERFLOW), (page, width, view)
     tab.evaluate("document.querySelector('article p').style.width = '3000px'")
-    assert tab.evaluate(OVERFLOW)  # the check reports an element that is too wide
+    assert tab.evaluate(OVERFLOW)  # the check detects an element that is too wide
 
 
 @browsing
@@ -554,10 +555,10 @@ def test_axe_finds_no_serious_violation(browser, urls, scheme):
     with browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme=scheme) as context:
         page, found = context.new_page(), []
         sides = "index.html", "compare.html", "card.html", "mistakes.html"
-        for name in (*sides, RUNG_PAGES[6], SHOWN[-1]):  # one of each kind
+        for name in (*sides, RUNG_PAGES[6], SHOWN[-1]):  # a page of each kind
             page.goto(urls["file"] + name)
             page.evaluate("for (const details of document.querySelectorAll('details')) details.open = true")
-            page.wait_for_timeout(300)  # until the theme's colours have faded in
+            page.wait_for_timeout(300)  # wait until the theme's colours have faded in
             for violation in axe.run(page).response["violations"]:
                 if violation["impact"] in ("serious", "critical"):
                     found.append((name, violation["id"], [node["html"][:200] for node in violation["nodes"][:3]]))
@@ -638,7 +639,7 @@ def test_a_page_that_one_comes_back_to_shows_what_its_buttons_say(tab, base):
 @browsing
 @from_both
 def test_what_was_chosen_is_there_before_the_page_is_painted(tab, base):
-    """The script in the head alone shows the chosen result, before the page is painted."""
+    """The script in the page's head shows the chosen result without relying on event handlers."""
     tab.goto(base + RUNG_PAGES[0])
     tab.locator(".choice[data-choice=result] label").last.click()
     tab.add_init_script("addEventListener = document.addEventListener = () => {}")  # no event handler runs
@@ -696,13 +697,13 @@ def test_search_finds_a_rung(tab, base, words, script):
     found = tab.locator(f'a[href*="{docs.page(SCRIPTS[script])}"] mark').first  # the highlighted search term
     found.click()
     tab.wait_for_url(re.compile(re.escape(base + docs.page(SCRIPTS[script]))))
-    tab.locator("article mark:visible").first.wait_for()  # even inside a folded section
+    tab.locator("article mark:visible").first.wait_for()  # the term may be in a folded section
 
 
 @browsing
 def test_any_two_scripts_can_be_compared(tab, base):
     tab.goto(base + "compare.html")
-    tab.locator("select[name=before]").select_option(docs.title(SCRIPTS[10]))  # the form must swap them
+    tab.locator("select[name=before]").select_option(docs.title(SCRIPTS[10]))  # the form must swap the two
     tab.locator("select[name=after]").select_option(docs.title(SCRIPTS[0]))
     tab.get_by_role("button", name="Compare").click()
     tab.wait_for_url(base + docs.pair_page("baseline.py", "speedup_10_fused_adamw.py"))
@@ -732,7 +733,7 @@ def test_paper_is_light(tab, base):
 
 @browsing
 def test_a_rung_is_handed_out_on_two_sheets(tab, base):
-    """Printed without its buttons, the docstring's diff and the answer to its exercise."""
+    """A rung's page is printed on two sheets, without buttons, the docstring's diff and the exercise's answer."""
     tab.goto(base + docs.page("speedup_06_flash_attn.py"))
     sheets = len(re.findall(rb"/Type\s*/Page\b", tab.pdf(format="A4")))
     tab.emulate_media(media="print")

@@ -19,7 +19,7 @@ WRONG = {
     "too short": (["--data", "short.txt"], "10 tokens, but B 4.* T 128.* need 513"),
     "binary": (["--data", "binary.bin"], "utf-8"),
     "not UTF-8": (["--data", "latin1.txt"], "utf-8"),
-    "T over 1024": (["--seq-len", "1025"], "--seq-len.* 1 to 1024"),
+    "T over 1024": (["--seq-len", "1025"], "1 to 1024 for --seq-len"),
     "T 0": (["--seq-len", "0"], "at least 1"),
     "T -1": (["--seq-len", "-1"], "at least 1"),
     "B 0": (["--batch-size", "0"], "at least 1"),
@@ -49,7 +49,7 @@ def one_line(done, script, status, pattern):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A user's folder, which must be unchanged after the test."""
+    """Yield a folder of user files, and assert after the test that it is unchanged."""
     (tmp_path / "empty.txt").write_bytes(b"")
     (tmp_path / "short.txt").write_text("To be, or not to be, that is")
     (tmp_path / "binary.bin").write_bytes(bytes(range(256)) * 8)
@@ -85,12 +85,12 @@ def test_a_script_that_is_copied_without_the_tokenizer_asks_for_it(script, tmp_p
     shutil.copy(ROOT / script, copy)
     monkeypatch.setattr(load(script), "__file__", str(copy))
     monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
-    says = rf"there is no {tmp_path}/tokenizer: copy the folder tokenizer/ together with this script"
+    says = rf"{tmp_path}/tokenizer is missing: copy the tokenizer/ folder along with this script"
     refused(script, "--device", "cpu", "--data", ROOT / "input.txt", says=says)
 
 
 def test_a_reader_that_leaves_ends_the_run_without_a_word(tmp_path):
-    """If the reader of its output exits, as `head` does, a run ends with status 1 and prints no error."""
+    """If the reader of a run's output exits, as `head` does, the run ends with status 1 and prints no error."""
     command = f"{sys.executable} {ROOT / 'baseline.py'} --batch-size 1 --seq-len 8 --steps 1000 | head -n 5"
     words = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -108,7 +108,7 @@ def test_a_full_disk_under_stdout_is_one_line(script, tmp_path):
 
 
 def test_the_header_is_there_before_the_first_step_ends(tmp_path, run):
-    """The header is printed before the first step ends, even into a pipe such as `| tee log`."""
+    """The header is printed before the first step ends, even if stdout is a pipe, as in `| tee log`."""
     text = (ROOT / "baseline.py").read_text(encoding="utf-8").replace("loss = model(x, y)", "os._exit(7)")
     (tmp_path / "baseline.py").write_text(text, encoding="utf-8")
     (tmp_path / "tokenizer").symlink_to(ROOT / "tokenizer")
@@ -124,7 +124,7 @@ def test_a_missing_file_in_a_process_of_its_own(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("script, B", [("baseline.py", 300), ("ddp_run.py", 40)])
 def test_out_of_memory_names_b_and_t_and_the_flags(script, B, tmp_path, run):
-    # With 6 GiB of address space, neither 5 GB of attention scores nor 8 GB of logits fit beside everything else.
+    # In 6 GiB of address space, the process has no room for 5 GB of attention scores or 8 GB of logits.
     shutil.copy(ROOT / "tests" / "offline" / "sitecustomize.py", tmp_path)
     limit = f"\nimport resource\nresource.setrlimit(resource.RLIMIT_AS, ({6 * 2**30}, {resource.RLIM_INFINITY}))\n"
     with (tmp_path / "sitecustomize.py").open("a") as file:
@@ -168,9 +168,9 @@ def test_out_of_memory_is_one_line_wherever_it_comes_from(script, source, monkey
 @pytest.mark.parametrize("source", ["the allocator", "cuBLAS", None])
 @pytest.mark.parametrize("script", ["speedup_05_compile.py", "ddp_run.py"])
 def test_out_of_memory_in_the_compiler_is_reported_as_out_of_memory(script, source, monkeypatch):
-    """Running out of memory while compiling is reported as such, other errors as failures of torch.compile.
+    """Out-of-memory errors during compilation are reported as such. Other errors are reported as compile failures.
 
-    Inductor tries kernels on the GPU and raises their errors as compiler errors.
+    Inductor runs candidate kernels on the GPU and raises their errors as compiler errors.
     """
     error = OUT_OF_MEMORY[source] if source else NotImplementedError("no such kernel")
     monkeypatch.setattr("torch._inductor.graph.GraphLowering.compile_to_module", fail_with(error))
@@ -187,7 +187,7 @@ def test_out_of_memory_in_the_compiler_is_reported_as_out_of_memory(script, sour
 
 @pytest.mark.parametrize("script", ["speedup_05_compile.py", "ddp_run.py"])
 def test_a_bug_in_a_compiled_model_keeps_its_traceback(script, monkeypatch):
-    """An error in the model's code keeps its traceback. Only the compiler's own errors become one line."""
+    """An error in the model's code keeps its traceback. Only the compiler's own errors are shortened to one line."""
     monkeypatch.setattr(load(script).MLP, "forward", lambda self, x: self.c_fc(self.c_fc(x)))
     words = ["--data", ROOT / "README.md", "--batch-size", 1, "--seq-len", 8]
     words += ["--total-batch-size", 8] if script == "ddp_run.py" else []

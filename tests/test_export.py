@@ -1,4 +1,7 @@
-"""A model exported to Hugging Face keeps its logits; samples follow its probabilities and are printed word by word."""
+"""A model exported to Hugging Face format keeps its logits, and samples follow the model's probabilities.
+
+The first sample is printed word by word while the samples are generated.
+"""
 
 import os
 import shlex
@@ -24,7 +27,7 @@ SHORT = "--batch-size", 2, "--seq-len", 64, "--total-batch-size", 128, "--data",
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with the checkpoint of a model that was trained for 8 steps."""
+    """Train a model for 8 steps and return the folder with its checkpoint."""
     folder = tmp_path_factory.mktemp("trained")
     watch(LONG, "--model", "nano", "--steps", 8, "--checkpoint-dir", folder, *SHORT)
     return folder
@@ -59,7 +62,7 @@ def test_an_exported_model_has_the_same_logits_and_gpt2s_tokenizer(trained, expo
 
 
 def test_init_from_takes_it_back(exported, trained, monkeypatch):
-    """A run starts from the exported weights. Only the 47 padding rows are new."""
+    """A run starts from the exported weights. Only the weights of the 47 padded vocabulary ids are new."""
     monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES)
     (step,) = watch(TRAIN, "--init-from", exported, "--steps", 1, *SHORT)
     wanted = load_model(trained).state_dict()
@@ -86,7 +89,7 @@ def test_a_file_of_save_is_read_too(tmp_path, name):
 
 
 def test_the_number_of_heads_follows_from_the_width():
-    """The number of heads, which a state dict lacks, follows from the width. For unlisted widths, heads are 64 wide."""
+    """The number of heads, which a state dict lacks, follows from the hidden size. By default, heads have size 64."""
     script = load(LONG)
     configs = [*script.MODELS.values(), script.GPTConfig(n_layer=6), script.GPTConfig(n_layer=2, n_head=8, n_embd=512)]
     configs.append(script.GPTConfig(n_layer=1, n_head=1, n_embd=48))
@@ -110,7 +113,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture
 def write(monkeypatch, capsys):
-    """Run sample.py on a model in this process and return what it printed."""
+    """Return a function that runs sample.py on a model in this process and returns its output."""
 
     def write(model, *words):
         monkeypatch.setattr(sample, "load_model", lambda source, device: model)
@@ -125,7 +128,7 @@ def write(monkeypatch, capsys):
 
 @torch.no_grad()
 def likeliest(model, tokens, count):
-    """Append the likeliest next token `count` times, computed by our GPT without a key-value cache."""
+    """Append the most likely next token `count` times, computed by our GPT class without a key-value cache."""
     for _ in range(count):
         tokens = [*tokens, model(torch.tensor([tokens]))[0, -1, :50257].argmax().item()]
     return tokens
@@ -133,7 +136,7 @@ def likeliest(model, tokens, count):
 
 @pytest.mark.parametrize("prompt", ["", "O Romeo 漢, <|endoftext|> as text", "caf\udce9", "word " * 30])
 def test_greedy_text_is_the_models_likeliest(write, prompt):
-    model, tokens = uneven(), encode(prompt.encode(errors="replace").decode())  # "?" replaces what is not UTF-8
+    model, tokens = uneven(), encode(prompt.encode(errors="replace").decode())  # "?" replaces invalid UTF-8
     text = likeliest(model, tokens or [END], 25)[0 if tokens else 1 :]
     assert END not in text[len(tokens) :] and len(set(text[len(tokens) :])) > 3
     text = tiktoken.get_encoding("gpt2").decode(text)
@@ -153,7 +156,7 @@ def test_text_ends_where_the_model_ends_it(write):
 
 @torch.no_grad()
 def test_no_sample_is_a_row_of_padding(write):
-    """No padding row is sampled, even if the model gives padding rows the highest logits."""
+    """No padded vocabulary id is sampled, even if the model gives these ids the highest logits."""
     model = uneven()
     model.transformer.ln_f.bias[0] = 50.0
     model.lm_head.weight[:, 0] = -1.0
@@ -161,11 +164,11 @@ def test_no_sample_is_a_row_of_padding(write):
     assert model(torch.tensor([[5, 6]])).argmax() % 50304 >= 50257
     assert train.generate(model, [5, 6], 1, torch.device("cpu")).max() < 50257
     for temperature in (0, 1):
-        assert write(model, "--tokens", 10, "--temperature", temperature)  # decoding a padding row would fail
+        assert write(model, "--tokens", 10, "--temperature", temperature)  # decoding a padded id would fail
 
 
 def test_each_option_of_sampling_has_its_effect(write):
-    """Each option at its limit gives the greedy text. Away from the limits, other options or seeds give other texts."""
+    """Each option at its limit gives the greedy text. Other values of the options and other seeds give other texts."""
     model, short = uneven(), ("--prompt", "O Romeo", "--tokens", 12)
     greedy = write(model, *short, "--temperature", 0)
     for option in (["--top-k", 1], ["--top-p", 1e-6], ["--temperature", 1e-3]):
@@ -195,7 +198,7 @@ def test_the_samples_of_a_command(run, small):
 
 
 def test_a_sample_is_printed_as_it_comes(write, monkeypatch, capsys):
-    """Text is printed before the next token is computed, and a character only once it is complete."""
+    """Text is printed before the next token is computed. A multi-token character is printed once it is complete."""
     printed, wanted = [], iter(encode("🙂 and 漢字 and more"))
     forward = GPT2LMHeadModel.forward
 
@@ -235,7 +238,7 @@ def test_a_sample_is_what_its_seed_says():
     one, two, other = (train.generate(model, prompt, seed, torch.device("cpu")) for seed in (1, 1, 2))
     assert torch.equal(one, two) and not torch.equal(one, other)
     assert one.shape == (len(prompt) + 32,) and one[: len(prompt)].tolist() == prompt and one.max() < 50257
-    # Each token must be one of the 50 that the model finds likeliest at that position.
+    # Each token must be among the model's 50 most likely tokens at that position.
     for i in range(len(prompt), len(one)):
         assert one[i] in model(one[None, :i])[0, -1, :50257].topk(51).indices  # 51, as rounding may swap two tokens
     assert len(set(one[len(prompt) :].tolist())) > 5

@@ -1,6 +1,6 @@
-"""On a CUDA GPU, every script trains GPT-2 124M with its defaults.
+"""On a CUDA GPU, every script trains GPT-2 124M with the default B and T.
 
-These tests, and the tests marked `gpu` in other files, skip themselves without a GPU. Each writes a line with its
+These tests, and the tests marked `gpu` in other files, are skipped without a GPU. Each prints a line with its
 measurements.
 """
 
@@ -13,7 +13,7 @@ from conftest import ROOT, SCRIPTS, SUMMARY, since, trouble
 @pytest.mark.gpu
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_trains_gpt2_with_its_defaults(run, script, measured):
-    total = ["--total-batch-size", 8192] if script in since("ddp_run.py") else []  # the default is slow: 524288
+    total = ["--total-batch-size", 8192] if script in since("ddp_run.py") else []  # the default, 524288, is slow
     done = run(script, "--steps", 20, *total)
     assert (done.returncode, trouble(done.stderr)) == (0, []), done.stderr
     assert " gpt2 1" in done.stdout and "B 4 T 1024" in done.stdout

@@ -1,4 +1,7 @@
-"""On a CUDA GPU, `measure/` finds every peak and the kernels of a step, and the peers do the same work as rung 10."""
+"""On a CUDA GPU, `measure/` measures every peak and groups the kernels of a step.
+
+The losses of the peers match rung 10 within 0.02.
+"""
 
 import json
 import os
@@ -15,7 +18,7 @@ def test_every_peak_is_measured(run, measured):
     found = json.loads(done.stdout)
     assert [row for row in found["matmul"] if row["error"]] == []
     peaks = [found["ceilings_tflops"].get(precision) for precision in ("float32", "tf32", "bf16")]
-    peaks = [tflops for tflops in peaks if tflops]  # a T4 has float32 alone
+    peaks = [tflops for tflops in peaks if tflops]  # a T4 has a peak for float32 only
     assert peaks == sorted(peaks)
     assert found["gpu"]["clock_mhz"] > 0 and found["gpu"]["power_limit_w"] > 0
     measured(f"{found['ceilings_tflops']} TFLOP/s, copies {found['copy_gb_per_s']} GB/s, under load {found['gpu']}")

@@ -1,4 +1,4 @@
-"""On a CUDA GPU, the other compile modes and NCCL give the losses of the default within 0.02."""
+"""On a CUDA GPU, the other compile modes and NCCL reproduce the losses of the default run within 0.02."""
 
 import pytest
 from conftest import trouble

@@ -1,4 +1,7 @@
-"""On a CUDA GPU, a run resumes from its checkpoint, waits for the GPU after a step, and reports errors in one line."""
+"""On a CUDA GPU, a run resumes from its checkpoint and reports errors in one line.
+
+Between the micro-steps of a step, Python waits for the GPU only to copy a batch.
+"""
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ def test_a_run_resumes_from_its_checkpoint(run, tmp_path, script, measured):
     words = script, "--steps", 6, "--total-batch-size", 8192, "--save-every", 4, "--checkpoint-dir", tmp_path
 
     def count():
-        """(the number of tokens read, AdamW's step counts). Rounding cannot hide a lost step in these integers."""
+        """Return (the number of tokens read, AdamW's step counts). The integers reveal a lost step despite rounding."""
         saved = torch.load(tmp_path / "step_00000006.pt", map_location="cpu", weights_only=True)
         return saved["position"], {int(state["step"]) for state in saved["optim"]["state"].values()}
 
@@ -42,7 +45,7 @@ def test_between_micro_steps_only_the_copies_of_a_batch_wait(run, tmp_path, meas
         return done.stderr.count("called a synchronizing CUDA operation")
 
     found = waits(8), waits(1)
-    assert found[0] == found[1] + 3 * 7 * 2 and found[1] > 0  # x and y; loss and norm are read once per step
+    assert found[0] == found[1] + 3 * 7 * 2 and found[1] > 0  # x and y per micro-step; loss and norm per step
     measured(f"{found[0]} waits in 3 steps of 8 micro-steps, {found[1]} in 3 of one")
 
 
@@ -55,7 +58,7 @@ def test_more_ranks_than_gpus_is_refused(run, measured):
 
 @pytest.mark.parametrize("script", ["baseline.py", "speedup_10_fused_adamw.py"])
 def test_out_of_memory_is_one_line(run, script, measured):
-    done = run(script, "--model", "gpt2-medium", "--batch-size", 300, "--steps", 1)  # it needs more than 200 GB
+    done = run(script, "--model", "gpt2-medium", "--batch-size", 300, "--steps", 1)  # needs more than 200 GB
     assert done.returncode == 1
     said = f"{script}: error: out of memory with B 300 and T 1024: lower --batch-size or --seq-len"
     assert [line for line in done.stderr.splitlines() if "error" in line or "Traceback" in line] == [said]

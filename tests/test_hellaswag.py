@@ -1,4 +1,4 @@
-"""A HellaSwag score matches its definition, applied to one text at a time."""
+"""The HellaSwag score matches its definition, computed one text at a time."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from test_corpus import encode, train, uneven
 
 
 def write_questions(path, count=40):
-    """Write questions in HellaSwag's format from input.txt. The right ending is the text that follows the context."""
+    """Write questions from input.txt in HellaSwag's format. The right ending is the text that follows the context."""
     words = (ROOT / "input.txt").read_text(encoding="utf-8").split()
     rng, lines = np.random.default_rng(1), []
     for label in rng.integers(4, size=count):
@@ -24,7 +24,7 @@ def write_questions(path, count=40):
 
 
 class Liker(torch.nn.Module):
-    """A model to which the liked token costs least, " dog" `cost` nats more, and any other token 20 nats more."""
+    """A model whose logit is 0 for the liked token, -`cost` for " dog" and -20 for other tokens."""
 
     def __init__(self, liked, cost=1.0):
         super().__init__()
@@ -42,16 +42,16 @@ def example(endings, label, context="The cat", **more):
     return json.dumps({"ind": 1, "ctx": context, "endings": endings, "label": label} | more) + "\n"
 
 
-@torch.compiler.set_stance("force_eager")  # a test below runs it compiled, as a user does
+@torch.compiler.set_stance("force_eager")  # another test runs it compiled, as users do
 def scores(path, model):
     by_sum, by_mean, n = hellaswag.count_right(model, hellaswag.read_examples(path), 1024, torch.device("cpu"))
     return by_sum, by_mean, n
 
 
 def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
-    """Hand-made examples get their known scores. " dog" costs this model 1 nat more than " cat", other tokens 20."""
+    """Hand-made examples get their known scores. This model prefers " cat" to " dog" by 1 nat, to others by 20."""
     long = "A much longer context, which costs a lot"
-    lines = [  # each with whether the sum, and the mean, picks the right ending
+    lines = [  # (example, whether the sum picks the right ending, whether the mean picks it)
         (example(["cat cat", "dog dog", "sun", "sun sun"], 0), True, True),
         (example(["sun", "dog dog", "cat cat", "sun sun"], 0), False, False),
         (example(["sun dog", "sun sun", "sun", "sun sun sun"], 2), True, False),  # sums 20 and 21, means 20 and 10.5
@@ -63,7 +63,7 @@ def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
     (tmp_path / "x.jsonl").write_text("".join(line for line, _, _ in lines))
     expected = sum(by_sum for _, by_sum, _ in lines), sum(by_mean for _, _, by_mean in lines), len(lines)
     assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == expected
-    for line, by_sum, by_mean in lines:  # and each line by itself
+    for line, by_sum, by_mean in lines:  # score each line by itself
         (tmp_path / "x.jsonl").write_text(line)
         assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (by_sum, by_mean, 1), line
 
@@ -71,7 +71,7 @@ def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def test_the_score_matches_one_text_at_a_time(tmp_path):
-    """A random model's score follows the definition, applied to one text at a time, without padding or compiler."""
+    """A random model's score matches the definition, applied to one text at a time without padding or compilation."""
     rng = np.random.default_rng(0)
     words = (ROOT / "input.txt").read_text(encoding="utf-8").split()
 
@@ -145,7 +145,7 @@ def questions(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with the checkpoints of a run of two steps."""
+    """Train for two steps and return the folder of the checkpoints."""
     folder = tmp_path_factory.mktemp("trained")
     short = "--batch-size", 1, "--seq-len", 16, "--total-batch-size", 16, "--data", ROOT / "README.md"
     play(LONG, "--steps", 2, "--save-every", 1, "--checkpoint-dir", folder, *short, full=True)
@@ -154,7 +154,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_checkpoint_a_folder_of_them_and_an_export_score_alike(run, trained, questions, tmp_path):
-    """Run as a user does, a folder, its checkpoint and an export get the same score. The first run is compiled."""
+    """hellaswag.py gives a folder, its checkpoint and its export the same score. Its run on the folder is compiled."""
     assert run("pretrain/export_hf.py", trained, tmp_path / "model").returncode == 0
     lines = []
     for model, how in (trained, {}), (trained / "step_00000002.pt", EAGER), (tmp_path / "model", EAGER):

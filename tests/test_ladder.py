@@ -1,8 +1,8 @@
-"""Each script differs from the script before it only in its one idea.
+"""Each script differs from the previous script by one idea only.
 
-`ladder.toml` lists the definitions that an idea may change. All other lines are identical, byte for byte, no diff
-exceeds its limit of lines, and every script runs without the others. Breaches of each kind are planted and must be
-reported.
+`ladder.toml` lists the definitions that an idea may change. All other lines are identical byte for byte, no diff
+exceeds its line limit, and every script runs without the others. The tests also break each rule on purpose and check
+that this is reported.
 """
 
 import ast
@@ -32,9 +32,9 @@ def source(script):
 
 
 def parts(text):
-    """{name: (syntax tree, text)} of a script's definitions, in order. A class is split into its head and its methods.
+    """Return {name: (syntax tree, text)} of a script's definitions, in order. Classes are split into head and methods.
 
-    Each text begins where the text before it ends: every byte after the docstring is in exactly one of them.
+    Each text begins where the previous text ends, so every byte after the docstring is in exactly one text.
     """
     body = ast.parse(text).body
     assert ast.get_docstring(ast.parse(text)), "no docstring"
@@ -62,7 +62,7 @@ def name_of(node):
 
 
 def code(text):
-    """The code of each line, without comments and white space."""
+    """Return the code of each line without comments and white space."""
     lines = [""] * len(text.splitlines())
     layout = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -72,7 +72,7 @@ def code(text):
 
 
 def variables(text):
-    """The names that a definition binds: its arguments, variables and attributes."""
+    """Return the names that a definition binds: its arguments, variables and attributes."""
     nodes = list(ast.walk(ast.parse(textwrap.dedent(text))))
     stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
     names = {getattr(node, "id", None) or getattr(node, "attr", None) for node in stored}
@@ -80,7 +80,7 @@ def variables(text):
 
 
 def complaints(rung, before, after):
-    """Yield each way in which `after`, a rung's text, differs from `before` that the rung's row does not allow."""
+    """Yield each difference between the texts `before` and `after` that the rung's row does not allow."""
     old, new = parts(before), parts(after)
     changed = {name for name in old | new if old.get(name, " ")[0] != new.get(name, " ")[0]}
     yield from (f"{name} differs, and its row does not say so" for name in changed - set(rung.touches))
@@ -134,12 +134,12 @@ def test_its_docstring_gives_its_kind_and_when_it_does_not_help(script):
     assert any(line.startswith("When it does not help: ") for line in rest)
 
 
-MAIN = {"baseline.py": 45, "ddp_run.py": 90, LONG: 90, "branches/fsdp_run.py": 90, TRAIN: 110}  # 65 in others
+MAIN = {"baseline.py": 45, "ddp_run.py": 90, LONG: 90, "branches/fsdp_run.py": 90, TRAIN: 110}  # other scripts: 65
 
 
 @pytest.mark.parametrize("script", RUNGS)
 def test_main_tells_the_story_and_no_other_function_is_long(script):
-    """main() and other functions keep to their limits of lines, and main() has one check: that the loss is finite."""
+    """Functions do not exceed their line limits, and main() contains one check: that the loss is finite."""
     tree = ast.parse(source(script))
     lines = {
         node.name: node.end_lineno - node.lineno + 1 for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
@@ -226,7 +226,7 @@ limit = 2
 
 
 def test_a_new_idea_takes_a_file_and_a_row(tmp_path, verdict):
-    """In a copy of the project, a file, row and page for a rung, and `make figures`, are enough to have it checked."""
+    """Adding a file, a row and a page and running `make figures` is enough for the tests to check a new rung."""
     root = tmp_path / "ladder"
     copy_project(root)
     idea = split(source("speedup_10_fused_adamw.py"))[1].replace("optimizer.zero_grad()", "optimizer.zero_grad(True)")
@@ -327,7 +327,7 @@ def test_a_script_is_short_and_runs_alone(script):
 def test_make_diff_shows_a_rung_in_colour_on_a_terminal(number, text):
     terminal, inside = pty.openpty()
     os.set_blocking(terminal, False)
-    with open(inside, "wb") as stdout:  # a terminal buffers 4 kB until they are read
+    with open(inside, "wb") as stdout:  # the terminal buffers 4 kB, so it is read below
         child = subprocess.Popen(["make", "--no-print-directory", f"diff-{number}"], cwd=ROOT, stdout=stdout)
     printed = b""
     while True:
@@ -341,7 +341,7 @@ def test_make_diff_shows_a_rung_in_colour_on_a_terminal(number, text):
     assert child.returncode == 0
     docstring, diff = printed.decode().replace("\r\n", "\n").split("\x1b", 1)
     assert docstring.startswith('"""') and "+++ b/" in diff
-    assert re.search(rf"\x1b\[32m[^\x1b]*{re.escape(text)}", diff)  # in green
+    assert re.search(rf"\x1b\[32m[^\x1b]*{re.escape(text)}", diff)  # printed in green
     by_words = "\x1b[31m-" not in diff
     assert by_words == (number in ("03", "10"))
 

@@ -1,6 +1,6 @@
-"""Each folder imports only from permitted folders, its README states its purpose, and every path in a text exists.
+"""Code imports only from permitted folders, each folder's README states its purpose, and every path in a text exists.
 
-`pretrain/`, `measure/` and `docs/` are also run without the folders that they must not read.
+`pretrain/`, `measure/` and `docs/` are also run without the folders from which they must not import.
 """
 
 import ast
@@ -26,26 +26,26 @@ MAY_READ = {
     "docs": {"docs", "measure", "dev"},
     "tests": {"tests", "docs", "measure", "dev", "pretrain", "branches", LADDER},
 }
-# Paths that a command or a test creates, and placeholders for such paths.
+# Paths that commands or tests create, and placeholders for such paths.
 MADE = r"docs/site\b|docs/pages/rungs/speedup_11|pretrain/fineweb10B|measure/counted\.py|"
 MADE += r"results/(FOLDER|ONE|OTHER|<device>-<date>|\*|made-up|empty|nowhere)"
 
 
 @pytest.fixture(scope="module")
 def tracked():
-    """The files that git tracks, and new files that git does not ignore."""
+    """Return the files that git tracks and the new files that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=ROOT, env=PLAIN_GIT, capture_output=True, text=True, check=True)
     return [name for name in done.stdout.splitlines() if (ROOT / name).exists()]
 
 
 def part(file):
-    """The top-level folder of a file, or LADDER for a file in the root."""
+    """Return the top-level folder of a file, or LADDER for a file in the root folder."""
     return Path(file).parts[0] if "/" in file else LADDER
 
 
 def reads(source, files):
-    """The parts of the project that a program imports from."""
+    """Return the parts of the project from which a program imports."""
     homes = {Path(file).stem: part(file) for file in files if file.endswith(".py") and file.count("/") <= 1}
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -69,7 +69,7 @@ def test_an_import_that_points_the_wrong_way_is_seen(tracked):
 
 
 def without(folder, *kept):
-    """Copy the project with only the files and folders in `kept`."""
+    """Copy only the files and folders in `kept` from the project and return the copy."""
     root = copy_project(folder / "ladder")
     for path in root.iterdir():
         if path.name not in kept:
@@ -92,9 +92,9 @@ def test_pretrain_runs_with_nothing_of_the_project_but_text_and_tokenizer(run, t
 
 
 def test_the_site_and_the_measuring_do_without_the_tests_and_the_folders_above_them(tmp_path):
-    """The site works without tests/, and the measuring programs also start without docs/ and pretrain/.
+    """The site builds a diff without tests/, and the measuring programs start without docs/ and pretrain/ as well.
 
-    The site still has the scripts that ladder.toml lists, which it reads as text.
+    For the diff, the test keeps the scripts that ladder.toml lists, which the site reads as text.
     """
     root = copy_project(tmp_path / "ladder")
     shutil.rmtree(root / "tests")
@@ -147,7 +147,7 @@ def test_no_file_is_a_symbolic_link(tracked):
 
 
 def texts(tracked):
-    """Yield (file, text) for files that people write, without results that programs wrote."""
+    """Yield (file, text) for hand-written files, and leave out results that programs wrote."""
     for name in tracked:
         if name != "tests/test_layout.py" and name.endswith(
             (".py", ".schema.json", ".md", ".toml", ".sbatch", ".html", ".css", ".js", ".yml", "Makefile")

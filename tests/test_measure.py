@@ -1,7 +1,7 @@
-"""`make ladder` measures correctly, keeps to its budget, and can continue an interrupted run on another host.
+"""`make ladder` measures correctly, stays within its budget, and can continue an interrupted run on another host.
 
-Medians, ratios and shares are computed from logs with known answers. The speed is compared with an outside clock, and
-the peers are compared with rung 10.
+Medians, ratios and percentages of peak are computed from logs with known answers. The measured speed is compared with
+an external clock, and the training of the peers is compared with rung 10.
 """
 
 import functools
@@ -36,7 +36,7 @@ HOST = {"id": "0", "gpu": None} | {key: value for key, value in MACHINE.items() 
 
 
 def log(times, losses=None, memory=1.5, rate=0):
-    """The output of a script whose steps take `times` milliseconds."""
+    """Return the output of a script whose steps take `times` milliseconds."""
     lines = ["device cpu (made up) | torch 2 | nano 7,000,000 parameters | B 4 T 128", "loaded 338025 tokens"]
     for step, ms in enumerate(times):
         loss = losses[step] if losses else 10 - step / 100
@@ -45,7 +45,7 @@ def log(times, losses=None, memory=1.5, rate=0):
 
 
 def made(name, passes, before=None, precision="float32", errors=(), memory=1.5, hosts=None):
-    """A row of ladder.json whose runs took these times: one list per pass."""
+    """Return a row of ladder.json with the step times in `passes`, one list per pass."""
     runs = []
     for number, times in enumerate(passes):
         error = dict(errors).get(number)
@@ -114,7 +114,7 @@ def test_known_times_give_known_medians_ratios_and_shares():
 
 
 def test_a_ratio_is_taken_within_a_pass_and_its_spread_over_the_passes():
-    # In the second pass, the machine is half as fast. Compared across passes, b would seem 1 to 4 times as fast as a.
+    # The machine is half as fast in the second pass. Compared across passes, b would seem 1 to 4 times as fast as a.
     slower = [2 * ms for ms in SLOW], [2 * ms for ms in FAST]
     data = measurement(made("a", [SLOW, slower[0], SLOW]), made("b", [FAST, slower[1], [40.0] * 20], before="a"))
     assert data["rows"][1]["over_before"] == {"median": 2, "low": 2, "high": 2.5}
@@ -215,7 +215,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module")
 def updates(run, small, tmp_path_factory):
-    """Run a script; return its process, with the optimizer's settings and gradient norm of each step as `updates`."""
+    """Return a function that runs a script and returns its process.
+
+    `updates` of the process lists the optimizer's settings and the gradient norm for each step.
+    """
     folder = tmp_path_factory.mktemp("updates")
     (folder / "updates.py").write_text(UPDATES)
 
@@ -240,10 +243,10 @@ def rung_10(updates):
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
     done = updates("measure/peers.py", peer, **EAGER if peer == "trainer" else {})  # compiling one peer is enough
-    assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # 47 padding rows and bf16 make a small difference
+    assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # the 47 padding rows and bf16 change them slightly
     assert rung_10.losses[-1] < rung_10.losses[0] - 0.05
     for (theirs, their_norm), (ours, our_norm) in zip(done.updates, rung_10.updates, strict=True):
-        ours[1][-1] -= 47 * 32  # the padding rows, in the group with weight decay
+        ours[1][-1] -= 47 * 32  # the padding rows are in the group with weight decay
         assert theirs[0] == pytest.approx(ours[0]) and theirs[1] == pytest.approx(ours[1])
         assert their_norm == pytest.approx(our_norm, rel=1e-2) == pytest.approx(1, rel=1e-2)  # clipped
         ours[1][-1] += 47 * 32
@@ -251,7 +254,10 @@ def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
 
 @pytest.fixture(scope="module")
 def watched():
-    """A function: peer -> (its calls in order, the dtype of each step's logits), uncompiled, on a CPU that has bf16."""
+    """Return a function that runs a peer and returns (its calls in order, the dtype of each step's logits).
+
+    The peer runs uncompiled, as if the CPU supported bf16.
+    """
 
     @functools.cache
     def watched(peer):
@@ -293,7 +299,7 @@ def watched():
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peers_step_is_timed_with_its_batch(peer, watched):
     steps = "".join(f"{event} " for event in watched(peer)[0] if event != "compile").split("clock ")[1::2]
-    if peer == "trainer":  # it fetches one batch ahead, so two in the first step, and logs the run after the last
+    if peer == "trainer":  # it fetches one batch ahead, so the first step fetches two, and logs the run at the end
         assert steps.pop() == "" and steps[0].startswith("next_batch ")
         steps[0] = steps[0].removeprefix("next_batch ")
     assert [sorted(step.split()) for step in steps] == 3 * [["backward", "forward", "next_batch", "step"]]
@@ -400,7 +406,7 @@ def test_the_rows_are_the_twelve_scripts_and_what_is_asked_for():
         ({"branches": True}, ladder + branches),
         ({"peers": True}, ladder + peers),
         ({"peers": True, "branches": True}, ladder + branches + peers),
-        ({"only": ["05", "06"]}, ladder[4:7]),  # with the rung before them
+        ({"only": ["05", "06"]}, ladder[4:7]),  # with the previous rung
         ({"only": ["baseline", "fp16"]}, [ladder[0], ladder[3], branches[1]]),
         ({"only": ["ddp"], "peers": True}, ladder[10:] + peers),
     ):
@@ -421,7 +427,10 @@ def test_a_row_counts_the_tokens_that_its_script_trains_on(script):
 
 @pytest.fixture
 def made_up(tmp_path):
-    """A project of three fake scripts with a fake peak, machine and profiler. c.py is out of memory from B 13 on."""
+    """Create a project of three fake scripts with a fake peak, machine and profiler.
+
+    c.py runs out of memory for batch sizes above 12.
+    """
     for folder in ("measure", "dev"):
         copy_project(tmp_path, folder)
     (tmp_path / "results").mkdir()
@@ -518,10 +527,10 @@ def test_all_failing_is_a_failure_after_one_pass(made_up):
     assert done.returncode == 1 and done.stderr == "measure.py: error: every script failed\n"
     assert (
         done.stdout.count("a.py: error: 10000 tokens, but B 100 and T 128 need more") == 2
-    )  # once as it happened and once in the table
+    )  # once when it happened and once in the table
     assert made_up.order() == list("abc")
     made_up.call("--repeat", 3, "--profile", "--batch-size", 100)
-    assert made_up.order() == list("abc")  # the same command tries each script once more
+    assert made_up.order() == list("abc")  # running the command again tries each script once more
 
 
 @pytest.mark.parametrize(
@@ -569,9 +578,9 @@ def test_the_budget_ends_a_run_that_is_too_long_and_what_was_measured_stays(made
 
 @pytest.fixture
 def in_process(monkeypatch, tmp_path):
-    """Call measure.py in this process on fake scripts that take no time, and return the record.
+    """Return a namespace with `call`, which runs measure.py in this process on fake scripts and returns the record.
 
-    `cut` ends it after that many runs, as Ctrl-C or the budget would. Each `host` has its own CPU and driver.
+    `cut` stops measure.py after that many runs, as Ctrl-C or the budget would. Each `host` has its own CPU and driver.
     """
     state = SimpleNamespace(clock=0.0, host="one", left=None, ran=[])
 
@@ -621,7 +630,7 @@ def in_process(monkeypatch, tmp_path):
 
 
 def alike(data):
-    """A record without its times and hosts."""
+    """Return a record without its times and hosts."""
     if isinstance(data, dict):
         timed = "started", "finished", "host", "hosts", "process_s"
         return {key: alike(value) for key, value in data.items() if key not in timed}
@@ -720,7 +729,7 @@ def test_another_measurement_is_never_written_over(made_up):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "has a measurement with different settings: use another folder" in done.stderr
     assert path.read_bytes() == before
-    assert made_up.call("--repeat", 5).returncode == 0  # without --out it makes a new folder
+    assert made_up.call("--repeat", 5).returncode == 0  # without --out, it creates a new folder
     other = path.parent.with_name(f"{path.parent.name}-2")
     assert made_up.result(other)[1]["settings"]["repeat"] == 5
     assert path.read_bytes() == before
@@ -791,7 +800,7 @@ def test_fit_finds_the_largest_batch_and_measures_there(made_up):
     assert [fit["tokens_per_s"] for fit in fits] == [16_000, 32_000, 64_000]
     assert fits[2]["peak_memory_gib"] == 64
     trials = [line for line in made_up.folder.joinpath("order.txt").read_text().splitlines() if line.startswith("b")]
-    assert len(trials) == 3  # the pass, B 8 and B 16: the search starts at the size found for a.py
+    assert len(trials) == 3  # the pass, B 8 and B 16: the search starts at the batch size found for a.py
 
 
 @pytest.mark.parametrize(
@@ -806,7 +815,7 @@ def test_fit_finds_the_largest_batch_and_measures_there(made_up):
     ],
 )
 def test_a_batch_that_does_not_fit_is_told_from_a_run_that_fails(in_process, monkeypatch, most, error, cell):
-    """A "+" means that the text ran out before the memory. Another failure gives no size and is tried again."""
+    """A "+" means that the text ran out before the memory did. Other failures give no batch size and are retried."""
     execute = measure.execute
 
     def limited(words, cache, on_step=None):
@@ -856,7 +865,7 @@ def test_the_newest_of_each_device_and_model_is_shown_gpus_first(tmp_path, monke
 
 
 def shown(figure):
-    """What a figure shows: (the label of its x axis, {bar or curve: its lengths or points})."""
+    """Return a figure's content: (the label of the x axis, {bar or curve: its lengths or points})."""
     (axes,) = figure.axes
     names = [label.get_text() for label in axes.get_yticklabels()]
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
@@ -993,9 +1002,9 @@ def test_committed_results_are_valid_and_add_up(path):
 
 @pytest.mark.slow
 def test_make_ladder_measures_every_row(clone):
-    """`make ladder`, with every option for a CPU, measures the real scripts, uncompiled. Ctrl-C interrupts it once.
+    """`make ladder` with --peers, --branches and --profile measures the real scripts, even if interrupted once.
 
-    Rungs 01, 02 and 04 to 09 are left out to save time: measure.py treats them like the others.
+    The scripts are not compiled. Rungs 01, 02 and 04 to 09 are left out to save time.
     """
     ladder, left_out = clone / "ladder.toml", r'\[\[rung\]\]\nfile = "speedup_0[124-9].*?(?=\[\[rung\]\])'
     ladder.write_text(re.sub(left_out, "", ladder.read_text(encoding="utf-8"), flags=re.DOTALL), encoding="utf-8")
@@ -1040,7 +1049,10 @@ def test_a_model_that_no_script_knows_is_refused_before_anything_is_measured(tmp
 
 @pytest.mark.slow
 def test_the_measured_speed_agrees_with_an_outside_clock():
-    """Step times agree with the intervals between printed lines. The machine is shared: one try of three must agree."""
+    """Step times agree with the intervals between printed lines in at least one of three tries.
+
+    Three tries are allowed because other processes may slow down the machine.
+    """
     command = [sys.executable, ROOT / "speedup_04_residual_init.py", "--steps", "20"]
     for _ in range(3):
         printed, came = "", []

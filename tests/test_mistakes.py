@@ -1,7 +1,8 @@
 """Each mistake in `dev/mistakes.toml`, planted in a copy of the project, makes a test fail.
 
-The file lists mistakes that people make, with their consequences and the test that must fail. `make test` plants each
-mistake in one of the scripts that contain its lines, chosen in turn. `make test-all` plants it in all of them.
+That file lists common mistakes, their consequences and the tests that must fail. `make test` plants each mistake in one
+of the scripts that contain the affected lines, chosen in rotation. `make test-all` plants each mistake in all of these
+scripts.
 """
 
 import importlib
@@ -15,7 +16,7 @@ MISTAKES = [mistake for mistakes in read_toml("dev/mistakes.toml").values() for 
 
 
 def plant(mistake, source):
-    """The source with the mistake planted, or None if a line to change does not occur exactly once."""
+    """Return the source with the mistake planted, or None if a line to change does not occur exactly once."""
     for right, wrong in mistake["edits"]:
         if source.count(right) != 1:
             return None
@@ -24,7 +25,7 @@ def plant(mistake, source):
 
 
 def looked_at(check):
-    """The scripts with which a test is parametrized."""
+    """Return the scripts with which a test is parametrized."""
     file, name = check.split("[")[0].split(".py::")
     for mark in getattr(importlib.import_module(file), name).pytestmark:
         if mark.name == "parametrize" and mark.args[0].startswith("script"):  # or "script, case"
@@ -34,7 +35,7 @@ def looked_at(check):
 
 
 def places(mistake):
-    """The files to plant a mistake in: one for all scripts that share the edited definitions byte for byte."""
+    """Return the files to plant a mistake in, one for each group of scripts with identical edited definitions."""
     file, check, edits = mistake["file"], mistake["check"], mistake["edits"]
     if "{script}" not in check:
         return [file]

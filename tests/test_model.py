@@ -1,7 +1,7 @@
-"""The model matches GPT-2 in parameters, initialization and logits, and repeats a published loss curve.
+"""The model matches GPT-2 in parameters, initialization and logits, and reproduces a published loss curve.
 
 The logits are compared with `transformers`. From the seed alone, training reproduces the first 50 losses of a public
-run within 0.001. This covers the initial weights, the order of the data, the model and the optimizer.
+run within 0.001. This also tests the initial weights, the order of the data, and the optimizer.
 """
 
 import json
@@ -30,7 +30,7 @@ def test_gpt2_has_the_published_number_of_parameters(script):
 
 
 def test_the_larger_models_are_the_published_ones():
-    """The larger models have the published numbers of parameters, tied and unpadded, and heads of 64 dimensions."""
+    """The larger models, tied and unpadded, have the published parameter counts and heads of 64 dimensions."""
     module = load("speedup_01_weight_tying.py")
     published = {"gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
     for name, size in published.items():
@@ -107,7 +107,7 @@ def test_a_later_token_never_changes_an_earlier_logit(script):
 
 @pytest.mark.parametrize("script", since(6, 8))  # all versions of the model that use flash attention
 def test_flash_attention_is_given_no_matrix_of_tokens_by_tokens(script):
-    """Attention creates no T × T matrix: no scores, and no mask, with which a GPU would use a slower kernel."""
+    """Attention creates neither T × T scores nor a T × T mask. With a mask, a GPU would use a slower kernel."""
     T, sizes = 256, []
 
     class Sizes(TorchDispatchMode):
@@ -125,10 +125,10 @@ def test_flash_attention_is_given_no_matrix_of_tokens_by_tokens(script):
 @pytest.mark.parametrize("script", MODEL)
 def test_the_loss_is_the_mean_cross_entropy_of_the_targets(script):
     model = nano(script)
-    nn.init.constant_(model.transformer.ln_f.weight, 10.0)  # equal logits would hide what is averaged
+    nn.init.constant_(model.transformer.ln_f.weight, 10.0)  # equal logits would hide errors in the averaging
     torch.manual_seed(0)
     ids, targets = torch.randint(50257, (2, 3, 8))
-    targets[:, ::2] = torch.arange(3)[:, None]  # low ids must count like any other
+    targets[:, ::2] = torch.arange(3)[:, None]  # low ids must count like other ids
     logits, loss = model(ids), model(ids, targets)
     assert logits.shape == (3, 8, model.config.vocab_size)
     chosen = torch.log_softmax(logits.double(), dim=-1).gather(-1, targets[..., None])
@@ -137,7 +137,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_targets(script):
 
 @pytest.fixture(scope="module")
 def first_losses():
-    """A function that returns the first losses of rung 04, in float32, on the batches of the published curve."""
+    """Return a function that returns the first losses of rung 04 in float32 on the batches of the published curve."""
     module = load("speedup_04_residual_init.py")
     torch.manual_seed(1337)
     model = module.GPT(module.MODELS["gpt2"])
@@ -204,7 +204,10 @@ def test_the_padding_rows_are_the_mean_of_the_others(script, checkpoint):
 
 @pytest.mark.parametrize("script", LOADED)
 def test_the_loss_is_right_where_logits_are_far_below_zero_as_gpt2s_are(script, tmp_path, ids):
-    """The loss is right for logits as low as GPT-2's, -30 to -100. Padding rows of zeros would take all probability."""
+    """The loss is right for logits as low as GPT-2's, -30 to -100.
+
+    With such logits, padding rows of zeros would take nearly all the probability.
+    """
 
     def lower(model):
         model.transformer.wte.weight[:, 0] = 1.0  # one feature that every token shares
@@ -224,7 +227,7 @@ def test_a_run_starts_from_the_folder_and_takes_its_shape(checkpoint):
     printed = play("speedup_04_residual_init.py", "--init-from", checkpoint[0], "--steps", 1, "--batch-size", 1)
     size = sum(p.numel() for p in checkpoint[1].parameters())
     assert f" {checkpoint[0]} {size:,} parameters | B 1 T 1024" in printed
-    assert abs(float(STEP.search(printed)["loss"]) - math.log(50257)) > 0.1  # fresh weights start at this loss
+    assert abs(float(STEP.search(printed)["loss"]) - math.log(50257)) > 0.1  # new weights would start at this loss
 
 
 def garbage(folder):
@@ -263,7 +266,7 @@ def test_weights_that_do_not_fit_are_one_clear_error(refused, tmp_path, checkpoi
     for number, config in enumerate(other):
         folder = save_gpt2(tmp_path / str(number), **config)[0]
         for script in ("baseline.py", "speedup_07_vocab_pad.py"):
-            words = "--init-from", folder, "--batch-size", 1, "--steps", 1  # short, in case it is not refused
+            words = "--init-from", folder, "--batch-size", 1, "--steps", 1  # a short run, in case it is not refused
             refused(script, *words, says=f"{folder}: not GPT-2 .*1024 positions, tied head")
     refused("baseline.py", "--init-from", ROOT / "tests", says=f"{ROOT / 'tests'}: ")
 
@@ -277,5 +280,5 @@ def test_a_missing_transformers_is_one_clear_error(refused, checkpoint, monkeypa
     "name, hub", [("nowhere", ", and .* hub failed: "), ("../no/such/folder", "$"), ("./nowhere", "$")]
 )
 def test_a_folder_that_is_not_there_is_called_that(refused, name, hub):
-    """A missing folder is reported as missing. The hub's error is added only if the hub could have such a model."""
+    """A missing folder is reported as missing. The hub's error is added only if the name could be on the hub."""
     refused("baseline.py", "--init-from", name, says=f"{name}: no such folder{hub}")

@@ -1,7 +1,8 @@
-"""With the same weights and batch, each rung computes the same logits, loss and gradients as the one before.
+"""With the same weights and batch, each rung computes the same logits, loss and gradients as the previous rung.
 
-They match within 1e-5 in float32, unless an idea changes them by a known amount. bf16 and fp16, and on a GPU TF32, are
-compared with float64. AdamW's steps are compared with its equations, and ten compiled steps with ten eager steps.
+The results match within 1e-5 in float32, unless a rung's idea changes them by a known amount. Results in bf16 and fp16,
+and in TF32 on a GPU, are compared with float64. AdamW's updates are compared with its equations, and ten compiled steps
+are compared with ten eager steps.
 """
 
 import functools
@@ -15,8 +16,8 @@ from conftest import FP16, ROOT, RUNGS, SCRIPTS, TRAIN, clips, load, nano, save_
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("no_evaluation")
-BF16, TF32, FP16_SPACING = 2**-7, 2**-10, 2**-10  # the spacing of such numbers at 1
-FLOAT32 = 2**-20  # eight times the spacing of float32, which the sums use as well
+BF16, TF32, FP16_SPACING = 2**-7, 2**-10, 2**-10  # the spacing of numbers at 1 in each type
+FLOAT32 = 2**-20  # eight times the spacing of float32, because sums are rounded to float32 as well
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def steps(checkpoint, inductor_cache):
-    """A function that returns a script's steps from the checkpoint. It caches four runs: one may take 300 MB."""
+    """Return a function that trains a script from the checkpoint. It caches four runs, each of up to about 300 MB."""
 
     @functools.lru_cache(maxsize=4)
     def steps(script, number=3, **options):
@@ -43,7 +44,7 @@ def steps(checkpoint, inductor_cache):
 
 @pytest.fixture(scope="module")
 def exact(checkpoint):
-    """Logits, loss and gradients of the first batch, in float64."""
+    """Return the logits, loss and gradients of the first batch in float64."""
     module = load(SCRIPTS[1])
     model = module.GPT.from_pretrained(checkpoint).double()
     x, y = module.DataLoaderLite(ROOT / "README.md", 1, 64).next_batch()
@@ -60,7 +61,7 @@ def bf16(monkeypatch):
 
 
 def error(ours, theirs):
-    """The relative error of a tensor in the Euclidean norm."""
+    """Return the relative error of a tensor in the Euclidean norm."""
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
 
 
@@ -69,20 +70,20 @@ COMPILING = pytest.param(SCRIPTS[5], marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("script", [COMPILING if script == SCRIPTS[5] else script for script in since(1)])
 def test_the_first_step_matches_the_previous_rung_in_float32(script, steps):
-    """Logits, loss and gradients match within 1e-5, except that three ideas change one of them by a known amount."""
+    """Logits, loss and gradients match within 1e-5, except for the known effects of three ideas."""
     compiled = script == SCRIPTS[5]
     before = steps(RUNGS[script].before, autocast=False)[0]
     after = steps(script, number=10 if compiled else 3, autocast=False, compiled=compiled)[0]
     loss, gradients, bound = 1e-5, dict(before.grads), 1e-5
-    if script == SCRIPTS[1]:  # the gradient of the tied matrix is the sum of both
+    if script == SCRIPTS[1]:  # the gradient of the tied matrix is the sum of the two gradients
         gradients["transformer.wte.weight"] = gradients["transformer.wte.weight"] + gradients.pop("lm_head.weight")
-    if script == SCRIPTS[7]:  # 47 more logits share the probability; each padding row is the mean of the others
+    if script == SCRIPTS[7]:  # 47 more logits share the probability; a padding row is the mean of the other rows
         loss, bound = math.log(50304 / 50257), 47 / 50257
     if script in (SCRIPTS[8], FP16):  # the global norm is clipped to 1
         norm = math.sqrt(sum(np.square(grad.double().numpy()).sum() for grad in gradients.values()))
         assert norm > 1.5
-        gradients, bound = {name: grad / norm for name, grad in gradients.items()}, 1e-4  # the sum is in float32
-    if script in clips():  # clipping hides a wrong scale of the gradient; the norm before clipping shows it
+        gradients, bound = {name: grad / norm for name, grad in gradients.items()}, 1e-4  # the norm is in float32
+    if script in clips():  # clipping hides a wrong scale of the gradient; the norm before clipping reveals it
         norm = float(before.printed["norm"]) if before.printed["norm"] else norm
         assert float(after.printed["norm"]) == pytest.approx(norm, rel=1e-4)
     if not compiled:
@@ -94,16 +95,16 @@ def test_the_first_step_matches_the_previous_rung_in_float32(script, steps):
 
 
 def is_as_precise(step, exact, dtype, spacing):
-    """Assert that a step differs from float64 by about as much as rounding to this type, with this spacing at 1.
+    """Assert that a step differs from float64 by about the rounding error of `dtype`, whose spacing at 1 is `spacing`.
 
-    Rounding changes a number by up to half the spacing; the errors of several layers add up.
+    Rounding changes a number near 1 by up to half the spacing. The errors of several layers accumulate.
     """
     assert step.logits[0].dtype == dtype
     off = error(step.logits[0].cpu(), exact.logits)
     assert off <= 2 * spacing and (off >= spacing / 4 or spacing == FLOAT32)
     assert step.losses[0] == pytest.approx(exact.loss, rel=max(spacing / 16, 1e-6))  # the loss is float32
     for name, grad in exact.gradients.items():
-        scale = float(step.printed["norm"] or 1)  # clipping divided by this
+        scale = float(step.printed["norm"] or 1)  # clipping divided the gradients by this
         assert error(step.grads[name].cpu() * scale, grad) <= 4 * spacing, name
         assert step.grads[name].dtype == step.after[name].dtype == torch.float32
 
@@ -152,9 +153,9 @@ def test_residual_init_divides_the_projections_and_nothing_else():
 
 
 def adamw(steps, settings):
-    """The weights after each step according to Loshchilov & Hutter 2019, algorithm 2, in float64.
+    """Yield the weights after each step, computed in float64 by algorithm 2 of Loshchilov & Hutter 2019.
 
-    `settings` maps a step's number, from 1, and a parameter's dimensions to (learning rate, betas, weight decay).
+    `settings` maps a step number (from 1) and a parameter's number of dimensions to (lr, betas, weight decay).
     """
     m, v = ({name: np.zeros(p.shape) for name, p in steps[0].before.items()} for _ in range(2))
     for t, step in enumerate(steps, start=1):
@@ -175,7 +176,7 @@ def test_the_weights_move_as_the_equations_of_adamw_say(script, steps):
         return script in since(rung, among=list(RUNGS))
 
     def settings(t, dimensions):
-        lr = 6e-4 * t / 10 if builds_on(9) else 3e-4  # the first steps of the warm-up
+        lr = 6e-4 * t / 10 if builds_on(9) else 3e-4  # the first warm-up steps
         betas = (0.9, 0.95) if builds_on(8) else (0.9, 0.999)
         decay = (0.1 if dimensions == 2 else 0.0) if builds_on(10) else 0.01
         return lr, betas, decay
@@ -188,7 +189,7 @@ def test_the_weights_move_as_the_equations_of_adamw_say(script, steps):
 
 
 def test_fused_adamw_moves_the_weights_as_the_plain_one_does(steps):
-    """On the same gradients, fused and plain AdamW give the same weights within 1e-6 for three steps."""
+    """Given the same gradients, fused and plain AdamW produce the same weights within 1e-6 for three steps."""
     run = steps(SCRIPTS[10], autocast=False)
     weights = {name: nn.Parameter(p.clone()) for name, p in run[0].before.items()}
     groups = [{"params": [p], "weight_decay": 0.1 if p.dim() == 2 else 0.0} for p in weights.values()]
@@ -206,7 +207,7 @@ def test_fused_adamw_moves_the_weights_as_the_plain_one_does(steps):
 @pytest.mark.slow
 def test_ten_compiled_steps_match_eager(steps):
     def seen(name, p):
-        """Leave out the keys' bias. Softmax cancels it, but AdamW turns its gradient's rounding into full steps."""
+        """Drop the bias of the keys. Softmax cancels it, but AdamW turns its gradient's rounding into full steps."""
         return torch.cat([p[:32], p[64:]]) if name.endswith("c_attn.bias") else p
 
     eager = steps(SCRIPTS[4], number=10, autocast=False)

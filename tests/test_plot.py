@@ -17,7 +17,7 @@ def write(path, losses, scores=(), more=""):
 
 
 def shown(runs):
-    """({label: (steps, losses)} of a plot's curves, the upper end of its y axis)."""
+    """Return ({label: (steps, losses)} of a plot's curves, the upper end of its y axis)."""
     (axes,) = plot.draw(runs).axes
     curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
     return curves, axes.get_ylim()[1]
@@ -30,7 +30,7 @@ def test_training_and_validation_curves_have_their_own_names(tmp_path):
         "a, training": ([0, 1, 2, 3], [10, 9, 6, 4]),
         "a, validation, lowest 7.000 at step 2": ([0, 2, 4], [11, 7, 8]),
     }
-    assert top == pytest.approx(1.02 * 9)  # the loss of step 0 is left out
+    assert top == pytest.approx(1.02 * 9)  # the axis limit ignores step 0
 
 
 def test_a_long_run_is_shown_as_means(tmp_path):

@@ -1,6 +1,7 @@
-"""A pre-training run evaluates, logs and saves as documented, and a killed run reaches the same result.
+"""A pre-training run evaluates, logs and saves as documented.
 
-Its training step matches `ddp_run.py` bit for bit, and an evaluation does not recompile it.
+A killed run that is resumed reaches the result of an uninterrupted run. The training step matches `ddp_run.py` bit for
+bit, and an evaluation does not cause a recompilation.
 """
 
 import json
@@ -26,7 +27,7 @@ from test_hellaswag import write_questions
 
 
 def test_the_training_step_matches_ddp_run(monkeypatch, tmp_path):
-    """From the same weights and batch, the logits, loss, gradients and updated weights are equal bit for bit."""
+    """Given the same weights and batches, logits, loss, gradients and updated weights match ddp_run.py bit for bit."""
     monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES)
     monkeypatch.setattr(train, "count_right", None)
     folder = save_gpt2(tmp_path / "gpt2")[0]
@@ -52,7 +53,7 @@ def test_the_defaults_are_the_recipe(monkeypatch):
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """The first 40,000 bytes of input.txt, which keep validation short."""
+    """Return a file with the first 40,000 bytes of input.txt, which are enough for a quick validation."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_bytes((ROOT / "input.txt").read_bytes()[:40_000])
     return path
@@ -60,7 +61,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def arguments(text, tmp_path_factory):
-    """Arguments for a short run of 8 steps with an evaluation every 3 steps."""
+    """Return the arguments of an 8-step run that evaluates every 3 steps."""
     questions = write_questions(tmp_path_factory.mktemp("hellaswag") / "questions.jsonl", count=10)
     return [
         *("--data", text, "--steps", 8, "--eval-every", 3, "--save-every", 2, "--keep", 9),
@@ -70,14 +71,14 @@ def arguments(text, tmp_path_factory):
 
 
 def records(path):
-    """The records of a log, without their times."""
+    """Return the records of a log without their times."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [{key: value for key, value in row.items() if key not in ("sec", "eval_sec", "begun")} for row in rows]
 
 
 @pytest.fixture(scope="session")
 def undisturbed(run, small, arguments, tmp_path_factory):
-    """An uninterrupted run: (its process, the folder of its checkpoints, log and TensorBoard files)."""
+    """Run train.py without interruption and return (its process, the folder of its output files)."""
     folder = tmp_path_factory.mktemp("undisturbed")
     paths = ["--checkpoint-dir", folder / "ck", "--log-file", folder / "log.jsonl", "--tensorboard", folder / "tb"]
     done = run(TRAIN, *arguments, *paths, folder=small, **EAGER)
@@ -110,7 +111,7 @@ def test_what_a_run_prints_and_logs(undisturbed, text):
 
 @pytest.mark.slow
 def test_the_saved_weights_reproduce_the_scores(undisturbed, text):
-    """Each logged validation loss matches the weights saved at the same step."""
+    """The weights saved at a step reproduce the validation loss logged at that step."""
     _, folder = undisturbed
     loader = train.DataLoaderLite(text, 8, 64)
     for row in records(folder / "log.jsonl"):
@@ -126,7 +127,7 @@ def test_best_and_last_are_kept(undisturbed):
     _, folder = undisturbed
     scores = {row["step"]: row["val_loss"] for row in records(folder / "log.jsonl") if "val_loss" in row}
     assert sorted(path.name for path in (folder / "ck").glob("*.pt")) == [
-        "best.pt", *(f"step_{step:08d}.pt" for step in (0, 2, 3, 4, 6, 8))  # every second step, and each evaluated one
+        "best.pt", *(f"step_{step:08d}.pt" for step in (0, 2, 3, 4, 6, 8))  # even steps and evaluated steps
     ]  # fmt: skip
     best = torch.load(folder / "ck" / "best.pt", weights_only=True)
     assert best["step"] == min(scores, key=scores.get)
@@ -140,7 +141,7 @@ def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path):
     args += ["--data", ROOT / "input.txt"]
     watch(TRAIN, *args, "--steps", 4, "--eval-every", 1, "--checkpoint-dir", tmp_path / "ck")
     assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 2
-    # A resumed run keeps the best loss so far, even if it evaluates at other steps than the run before it.
+    # A resumed run keeps the best loss so far, even if it evaluates at other steps than the previous run.
     for steps, every, later, best in (5, 1, [7.1, 7.05], 2), (6, 1, [7.1, 6.9], 6), (8, 8, [6.9, 6.95], 6):
         losses = iter(later)
         words = "--steps", steps, "--eval-every", every, "--checkpoint-dir", tmp_path / "ck"
@@ -149,7 +150,7 @@ def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path):
     for path in (tmp_path / "ck").glob("step_*.pt"):
         path.unlink()
     for words in [], ["--resume"]:
-        with pytest.raises(train.UserError, match="best.pt of another run"):  # which it would overwrite
+        with pytest.raises(train.UserError, match="best.pt of another run"):  # the run would overwrite it
             watch(TRAIN, *args, "--steps", 1, "--checkpoint-dir", tmp_path / "ck", *words)
     assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 6
 
@@ -167,7 +168,7 @@ def test_a_run_resumes_with_the_same_batches_and_rates_or_is_refused(
 
 
 def test_a_run_that_begins_again_leaves_nothing_of_the_first_try(monkeypatch, tmp_path):
-    """The log and TensorBoard continue from the checkpoint's step, whatever characters the samples contain."""
+    """After a restart, the log and TensorBoard continue from the checkpoint's step, even with non-ASCII samples."""
     monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES | {"samples": ["漢字 🙂"]})
     purged, real = [], torch.utils.tensorboard.SummaryWriter
 
@@ -195,14 +196,14 @@ def test_a_run_that_begins_again_leaves_nothing_of_the_first_try(monkeypatch, tm
 
 @pytest.mark.parametrize("steps, warns", [(20, True), (21, False)])
 def test_a_run_that_is_all_warm_up_is_said_to_be(monkeypatch, capsys, steps, warns):
-    """The header warns if all steps are warm-up: 60 steps with the default of 715 keep the rate too low to learn."""
+    """The header warns if all steps are warm-up. With 715 warm-up steps, the rate of a 60-step run stays too low."""
     monkeypatch.setattr("sys.argv", ["train.py", "--device", "cpu", "--steps", str(steps), "--warmup-steps", "20"])
     train.print_header(train.parse_args(), nano(TRAIN), train.DataLoaderLite(ROOT / "README.md", 1, 8))
     assert ("all 20 steps are warm-up: --warmup-steps is 20" in capsys.readouterr().out.splitlines()) == warns
 
 
 class Alike(torch.nn.Module):
-    """A model that gives all tokens the same logit and the padding rows, which are no tokens, a higher one."""
+    """A model that gives all tokens the same logit and the padded vocabulary ids a higher logit."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +217,7 @@ class Alike(torch.nn.Module):
 
 
 def test_an_evaluation_needs_no_gradient_and_its_samples_are_four_texts():
-    """An evaluation computes no gradient, reads the first held-out tokens and samples texts without padding rows."""
+    """An evaluation computes no gradient, reads the first held-out tokens and samples no padded vocabulary ids."""
     model, loader = Alike(), train.DataLoaderLite(ROOT / "README.md", 4, 16)
     scores = train.evaluate(model, loader, [], encode("To be"), 1337, torch.device("cpu"), 100)
     assert scores["val_loss"] == pytest.approx(math.log(50257), abs=1e-4) and scores["hellaswag"] is None
@@ -228,7 +229,7 @@ def test_an_evaluation_needs_no_gradient_and_its_samples_are_four_texts():
 
 
 def scalars(folder):
-    """{tag: [(step, value)]} of TensorBoard's files, without the times."""
+    """Return {tag: [(step, value)]} of TensorBoard's files, without the times."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder)).Reload()
@@ -258,7 +259,7 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
     paths += ["--tensorboard", tmp_path / "tb"]
     command = [sys.executable, small / TRAIN, *arguments, *paths, "--resume"]
     env = os.environ | EAGER
-    for wait_for, more in ("step    2 |", 0.3), ("step    4 |", 0):  # it evaluates before step 3
+    for wait_for, more in ("step    2 |", 0.3), ("step    4 |", 0):  # the run evaluates before step 3
         with out.open("w") as file:
             process = subprocess.Popen([str(word) for word in command], stdout=file, stderr=subprocess.STDOUT, env=env)
             patience = time.monotonic() + 400
@@ -281,7 +282,7 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
 
 @pytest.mark.slow
 def test_two_ranks_find_what_one_finds(run, small, undisturbed, arguments):
-    """Two ranks, with half the work each, find the same loss, HellaSwag score and samples at step 0 as one rank."""
+    """At step 0, two ranks with half the work each find the same loss, HellaSwag score and samples as one rank."""
     done = run(TRAIN, *arguments, "--steps", 1, torchrun=2, folder=small, **EAGER)
     assert done.returncode == 0, done.stderr
     one, two = (
@@ -296,9 +297,9 @@ def test_two_ranks_find_what_one_finds(run, small, undisturbed, arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_everything_stays_compiled(run, small, arguments, tmp_path, ranks):
-    """Training, validation, HellaSwag and samples are compiled once, however often they run; also under DDP.
+    """Training, validation, HellaSwag and samples are each compiled once, with and without DDP, however often they run.
 
-    Each graph is for one shape. A fake compiler backend counts the graphs instead of generating machine code.
+    No graph has dynamic shapes. A fake compiler backend counts the graphs instead of generating machine code.
     """
     (tmp_path / "count.py").write_text(
         "import functools, json, os, pathlib, sys, torch\n"
@@ -326,7 +327,7 @@ def test_everything_stays_compiled(run, small, arguments, tmp_path, ranks):
     assert done.returncode == 0, done.stderr
     for rank in range(ranks or 1):
         graphs, dynamic, breaks = json.loads((tmp_path / str(rank)).read_text())
-        assert graphs[0] == 3 and len(graphs) == 4  # before the first step: all but the training graph
+        assert graphs[0] == 3 and len(graphs) == 4  # all graphs but the training graph exist before the first step
         assert graphs[1] == graphs[2] == graphs[3] > 3 and not dynamic and breaks == {}
         assert graphs[1] == 4 or ranks  # DDP splits the training graph at its buckets
 
@@ -349,8 +350,8 @@ def test_a_run_on_a_gpu_evaluates_and_continues(run, arguments, tmp_path, ranks,
 
 WRONG_RUN = {
     "no shards": (["--data", "nowhere"], "nowhere: .*No such file"),
-    "a validation shard too short": (["--data", "shards"], "shards: 100 tokens for validation, T 500 needs 501"),
-    "a text too short to hold some out": (["--data", "short.txt"], r"1\d\d tokens for validation, T 500"),
+    "a validation shard too short": (["--data", "shards"], "shards: 100 tokens for validation, but T 500 needs 501"),
+    "a text too short to hold some out": (["--data", "short.txt"], r"1\d\d tokens for validation, but T 500"),
     "a prompt longer than 1024": (["--prompt", "word " * 1100], "--prompt: 1101 tokens"),
     "HellaSwag that is not JSON": (
         ["--hellaswag", "broken.jsonl"],
@@ -390,7 +391,7 @@ def test_what_is_wrong_with_a_run_is_one_line(case, tmp_path, monkeypatch, refus
 
 @pytest.mark.slow
 def test_pretrain_starts_in_a_folder_of_its_own(run, tmp_path):
-    """With only its three files and the tokenizer in the folder above, train.py starts and reads its data."""
+    """With only three files of pretrain/ and the tokenizer in the parent folder, train.py starts and reads its data."""
     (tmp_path / "pretrain").mkdir()
     for name in ("train.py", "fineweb.py", "hellaswag.py"):
         shutil.copy(ROOT / "pretrain" / name, tmp_path / "pretrain")

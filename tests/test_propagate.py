@@ -1,4 +1,7 @@
-"""An edit to a shared line reaches every script that builds on the edited one, and a conflict loses no change."""
+"""An edit of a shared line is copied to every script that builds on the edited script.
+
+If there is a conflict, no change is lost.
+"""
 
 import shutil
 import subprocess
@@ -9,13 +12,13 @@ import pytest
 from conftest import RUNGS, TRAIN, commit_all, copy_project, since
 
 SCRIPTS = list(RUNGS)
-SHARED = "# token embeddings\n", "# one row for each token of the vocabulary\n"  # a line that all scripts have
-GONE = "att = q @ k", "att = k @ q"  # a line that rung 06 removes
+SHARED = "# token embeddings\n", "# one row for each token of the vocabulary\n"  # (old, new): a line in all scripts
+GONE = "att = q @ k", "att = k @ q"  # (old, new): a line that rung 06 removes
 
 
 @pytest.fixture
 def clone(tmp_path):
-    """A git repository with a committed copy of the project."""
+    """Return a git repository with a committed copy of the project."""
     clone = Clone(copy_project(tmp_path / "ladder"))
     commit_all(clone.root)
     return clone
@@ -42,7 +45,7 @@ class Clone:
 
 
 def above(number):
-    """The scripts built on a rung, without the rung itself."""
+    """Return the scripts built on a rung, without the rung itself."""
     return since(number, among=SCRIPTS)[1:]
 
 
@@ -98,7 +101,7 @@ def test_files_above_a_conflict_wait_and_continue_after_it(clone):
     assert check[5:7] == [f"{SCRIPTS[6]}: lags behind, and will conflict", f"{SCRIPTS[7]}: lags behind"]
     done = clone.propagate("baseline.py")
     assert done.returncode == 1
-    *waiting, fp16 = SCRIPTS[7:]  # built on rung 03
+    *waiting, fp16 = SCRIPTS[7:]  # fp16_grad_scaler.py is built on rung 03
     assert done.stdout.splitlines()[:-2] == [
         *says(SCRIPTS[1:6], "carried"),
         f"{SCRIPTS[6]}: CONFLICT, marked in the file",
@@ -134,13 +137,13 @@ def test_files_above_a_conflict_wait_and_continue_after_it(clone):
     has_it = says(SCRIPTS[1:], "has it")
     has_it[5] = f"{SCRIPTS[6]}: has lines of its own where the edit conflicts"
     assert (check.returncode, check.stdout.splitlines()) == (0, has_it)
-    clone.edit(SCRIPTS[6], *SHARED[::-1])  # revert the part without a conflict
+    clone.edit(SCRIPTS[6], *SHARED[::-1])  # revert the part that merged cleanly
     clone.edit(SCRIPTS[6], "import sys\n", "import sys  # work in progress\n")
     assert f"{SCRIPTS[6]}: differs, and has uncommitted" in clone.propagate("--check", "baseline.py").stdout
 
 
 def test_a_file_that_keeps_its_own_line_holds_up_nobody(clone):
-    """A conflict in pretrain/train.py, which has its own number of steps, does not hold up the branches after it."""
+    """A conflict in pretrain/train.py, whose default for --steps differs, does not block other scripts."""
     before, steps = clone.texts(), ('default=50, help="default 50"', 'default=60, help="default 60"')
     clone.edit("baseline.py", *steps)
     done = clone.propagate("baseline.py")
@@ -161,7 +164,7 @@ def test_on_the_way_down_it_stops_where_the_line_began(clone):
     waiting = says([*SCRIPTS[4::-1], fp16], "blocked by a conflict")
     assert sorted(lines[1:-2]) == sorted([*waiting, *says(later, "carried")])
     assert lines[-1].split() == ["python", "dev/propagate.py", "--down", SCRIPTS[5]]
-    clone.git("restore", SCRIPTS[5])  # resolved: this script has no such line
+    clone.git("restore", SCRIPTS[5])  # resolves the conflict: this script has no such line
     assert "nothing to carry" in clone.propagate("--down", SCRIPTS[5]).stdout
     assert clone.propagate(SCRIPTS[6]).stdout.splitlines() == says(above(6), "had it")
     assert all(clone.texts()[script] == before[script] for script in SCRIPTS[:6])
@@ -200,14 +203,14 @@ def test_a_docstring_stays_at_home(clone):
     clone.edit("baseline.py", "the start of the ladder", "the ground")
     assert "nothing to carry" in clone.propagate("baseline.py").stdout
     clone.edit("baseline.py", *SHARED)
-    clone.edit(SCRIPTS[3], "Rung 03", "Step 03")  # a local edit, not to be carried
+    clone.edit(SCRIPTS[3], "Rung 03", "Step 03")  # a local edit that must not be carried
     assert clone.propagate("baseline.py").returncode == 0
     assert clone.texts()[SCRIPTS[3]].startswith('"""Step 03')
     assert [script for script, text in clone.texts().items() if "the ground" in text] == ["baseline.py"]
 
 
 def test_the_idea_of_a_new_rung_reaches_the_files_above_it(clone):
-    """The idea of a rung inserted between 10 and ddp_run.py is carried into ddp_run.py and the scripts above."""
+    """The idea of a rung inserted before ddp_run.py is carried into ddp_run.py and the scripts built on it."""
     below, old, new = RUNGS["ddp_run.py"].before, "betas=(0.9, 0.95)", "betas=(0.9, 0.98)"
     (clone.root / "speedup_99_trial.py").write_text(clone.texts()[below].replace(old, new), encoding="utf-8")
     row = '[[rung]]\nfile = "{}"\ntitle = "Trial"\nidea = "a trial"\ntouches = ["main"]\nlimit = 2\n\n'
@@ -217,7 +220,7 @@ def test_the_idea_of_a_new_rung_reaches_the_files_above_it(clone):
         row.format("speedup_99_trial.py") + '[[rung]]\nfile = "ddp_run.py"',
     )
     before = clone.texts()
-    assert clone.propagate("--down", "speedup_99_trial.py").returncode == 2  # ideas are carried upwards only
+    assert clone.propagate("--down", "speedup_99_trial.py").returncode == 2  # a rung's idea is carried upwards only
     done = clone.propagate("speedup_99_trial.py")
     above = since("ddp_run.py", among=SCRIPTS)
     assert (done.returncode, done.stdout.splitlines()) == (0, says(above, "carried"))

@@ -1,7 +1,7 @@
 """The computed text and plots in the README and the pages match the scripts and `results/`.
 
-Gains, shares and reading times are recomputed, a GPU's result comes first, and an error changes no file. The README has
-at most 140 lines and 1,400 words.
+Gains, percentages and reading times are recomputed. GPU results come first. An error changes no file. The README has at
+most 140 lines and 1,400 words.
 """
 
 import copy
@@ -22,18 +22,18 @@ from ladder import changed_lines, read_toml
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COUNTS = floor.read_counts()
 PUBLIC = read_toml("results/public.toml")
-PAGES = "README.md", "docs/pages"  # what publish.py writes and draws
+PAGES = "README.md", "docs/pages"  # publish.py updates this file and this folder
 CPU = record.read(ROOT / "results" / "cpu-amd-epyc-2026-11-23" / "ladder.json")  # three passes of nano
 
 
 @functools.cache
 def written():
-    """The parts as they are computed now. Another test checks that the files contain them."""
+    """Return the newly computed parts. Another test checks that the files contain them."""
     return publish.parts(render.newest())[0]
 
 
 def block(name):
-    """The rows of a part's table, each as a list of cells."""
+    """Return the rows of a part's table, each as a list of cells."""
     lines = [line for line in written()[name].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -53,7 +53,7 @@ def test_the_pages_and_their_figures_match_the_results(tmp_path):
         f"results/{name}"
         for name in re.findall(r"`results/([^/`]+)/` contains", (ROOT / "docs/pages/results.md").read_text())
     ]
-    assert shown  # other folders may be a reader's own measurements
+    assert shown  # other folders may contain a reader's own measurements
     root = copy_project(tmp_path / "project")
     images = root / publish.IMAGES
     shutil.rmtree(images)
@@ -79,7 +79,7 @@ def test_the_pages_and_their_figures_match_the_results(tmp_path):
         {path.name: path.read_bytes() for path in folder.glob("*.svg")} for folder in (images, ROOT / publish.IMAGES)
     )
     assert drawn.keys() == kept.keys()
-    if sys.version_info >= (3, 11):  # older Pythons have another matplotlib
+    if sys.version_info >= (3, 11):  # older Python versions use another matplotlib
         assert drawn == kept, "make figures"
 
 
@@ -113,7 +113,7 @@ def test_reading_takes_a_minute_for_200_words_and_3_seconds_for_a_changed_line(t
     shutil.copy(ROOT / rung.file, tmp_path)
     assert sum(changed_lines(rung.before, rung.file)) == 15
     monkeypatch.setattr(publish, "ROOT", tmp_path)
-    assert publish.minutes(rung) == 3  # 2.25 for words, 0.75 for lines
+    assert publish.minutes(rung) == 3  # 2.25 minutes for words, 0.75 for lines
     page.write_text("word")
     assert publish.minutes(rung) == 1
 
@@ -186,7 +186,8 @@ def test_the_speeds_of_rung_10_and_of_the_two_commands_are_the_measured_ones():
     rows = {row["name"]: row for row in CPU["rows"]}
     two = publish.parts({"cpu": CPU})[0]["two"].replace("\n", " ")
     ten, base = rows["speedup_10_fused_adamw.py"], rows["baseline.py"]
-    assert f"took {ten['first_step_s']:.0f} s for its first step, which compiles, then {ten['median_ms']:.0f} ms" in two
+    assert f"took {ten['first_step_s']:.0f} s for its first step, which includes compilation" in two
+    assert f"then {ten['median_ms']:.0f} ms per step" in two
     assert f"`baseline.py` took {base['median_ms']:.0f} ms per step" in two
 
 
@@ -266,8 +267,8 @@ def test_a_comment_that_is_wrong_is_one_clear_error(tmp_path, old, new, said):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("docs/pages/**/*.md")), ids=lambda path: path.stem)
 def test_a_page_reads_well_on_github(path):
-    """Markup that only the site understands is in comments. A page with such markup states what it lacks on GitHub."""
+    """Site-only markup is inside comments, and a page that uses it states what is missing on GitHub."""
     text = re.sub("^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     shown = re.sub("<!--.*?-->", "", text, flags=re.DOTALL)
     assert not re.search(r"\{\{|\{%|\{ ?[.#]|^\?\?\?|^!!!", shown, re.MULTILINE)
-    assert path.stem == "index" or ("site." in text) == ("On GitHub this page lacks" in shown)
+    assert path.stem == "index" or ("site." in text) == ("On GitHub, this page lacks" in shown)

@@ -1,8 +1,8 @@
-"""Several processes compute the same as one process, and all of them end if one is lost.
+"""Several processes give the same results as one process, and all of them exit if one is lost.
 
-The tests use 1, 2 and 4 ranks, every split of a batch, DDP and FSDP2. Gradients match one process within 1e-5. A run
-that is killed with SIGKILL three times ends with the losses and weights of an uninterrupted run (`python tests/kills.py
-50` kills it fifty times).
+The tests use 1, 2 and 4 ranks, several splits of a batch, DDP and FSDP2. The gradients match a single process within
+1e-5. A run that is killed three times with SIGKILL ends with the losses and weights of an uninterrupted run (`python
+tests/kills.py 50` kills it fifty times).
 """
 
 import functools
@@ -56,9 +56,9 @@ def curve(done):
 
 
 def train_two_steps(rank, ranks, port, out, script, device, sizes):
-    """Run one rank of a script in its own process, in float32 and uncompiled, at each batch size in turn.
+    """Run one rank of a script for two steps at each batch size in turn, in float32 and uncompiled.
 
-    Rank 0 writes {batch size: (what main() printed, the gradients of each step before clipping)} to `out`.
+    Rank 0 writes {batch size: (the output of main(), the gradients of each step before clipping)} to `out`.
     """
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()} | {"TORCHELASTIC_RUN_ID": "7"}
@@ -67,12 +67,13 @@ def train_two_steps(rank, ranks, port, out, script, device, sizes):
 
     def look(parameters, limit):
         parameters = list(parameters)
-        whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parameters]  # FSDP: shards
+        # FSDP shards the gradients; full_tensor() gathers them.
+        whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parameters]
         grads.append([grad.detach().cpu().clone() for grad in whole])
         return clip(parameters, limit)
 
     def meet(backend):
-        """Give each run its own prefix: its ranks could otherwise find the addresses of the run before."""
+        """Give each run its own prefix. Otherwise, its ranks could find the addresses of the previous run."""
         begin(backend, store=dist.PrefixStore(f"run {len(found)}", store), rank=rank, world_size=ranks)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -90,7 +91,7 @@ def train_two_steps(rank, ranks, port, out, script, device, sizes):
 
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory):
-    """A function that trains on several ranks: {batch size: (what main() printed, the gradients of each step)}."""
+    """Return a function that trains on several ranks and returns {batch size: (output of main(), gradients)}."""
 
     @functools.cache
     def at(ranks, *sizes, script="ddp_run.py", device="cpu"):
@@ -106,7 +107,7 @@ def gradients(tmp_path_factory):
 
 
 def same(one, many, tolerance=1e-5):
-    """Assert that runs have the loss, norm and gradients of one run in each step, within a tolerance."""
+    """Assert that the runs `many` match the run `one` in each step's loss, norm and gradients within a tolerance."""
     for (printed, grads), (expected, wanted) in zip(many.values(), [one] * len(many), strict=True):
         ours, theirs = (list(STEP.finditer(text)) for text in (printed, expected))
         assert len(ours) == len(theirs) == len(grads) == len(wanted) == 2
@@ -145,7 +146,7 @@ def test_one_rank_of_nccl_has_the_gradients_of_gloo(gradients, script, measured)
 
 @pytest.fixture(scope="module")
 def calm(run, small):
-    """The curve of eight uninterrupted steps on two ranks."""
+    """Return the curve of eight uninterrupted steps on two ranks."""
     done = run("ddp_run.py", *SIZES, "--steps", 8, torchrun=2, folder=small, **PLAIN)
     assert len(done.losses) == 8
     return curve(done)
@@ -153,9 +154,9 @@ def calm(run, small):
 
 @pytest.mark.slow
 def test_shards_train_like_the_whole_model_and_either_resumes_the_other(run, small, calm, tmp_path):
-    """Sharded training on two ranks has the losses of unsharded training, and each resumes from the other's checkpoint.
+    """Sharded training matches the losses of unsharded training, and each resumes from a checkpoint of the other.
 
-    All use bf16 if the CPU has it. The first sharded run is compiled.
+    The sharded runs have two ranks. All runs use bf16 if the CPU supports it. The first sharded run is compiled.
     """
     words = *SIZES, "--steps", 8, "--save-every", 6, "--checkpoint-dir"
     expected = [float(loss) for _, loss, _ in calm]
@@ -176,12 +177,12 @@ def test_shards_train_like_the_whole_model_and_either_resumes_the_other(run, sma
 
 @pytest.fixture
 def faulty(tmp_path, run, small):
-    """Run long_run.py on two ranks, the second of which fails."""
+    """Return a function that runs long_run.py on two ranks, of which the second fails."""
 
     def with_fault(fault, *args, restarts=0):
         path = tmp_path / "faulty.py"
         path.write_text(FAULTY.format(fault=fault, script=str(small / LONG)))
-        # otherwise a restarted rank finds the address of the rank that it replaces (pytorch/pytorch#135712)
+        # Otherwise, a restarted rank would find the address of the rank that it replaces (pytorch/pytorch#135712).
         environment = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return run(path, *SIZES, *args, torchrun=2, restarts=restarts, timeout=120, **environment)
 
@@ -201,7 +202,7 @@ def test_a_failing_rank_stops_the_others_and_is_named(faulty, tmp_path, fault, c
     assert done.returncode != 0
     lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in lines if str(tmp_path) in line]
-    # torchrun names the earliest failure, to the second, as the root cause: this rank's, or one that it caused
+    # torchrun reports the earliest failure, to the second, as the root cause. It may be one that rank 1 caused.
     _, *failures = re.split(r"\n *\[\d\]:\n", done.stderr)
     failed = [failure for failure in failures if re.search(r"rank +: 1 ", failure)]
     assert len(failed) == 1 and cause in failed[0], done.stderr
@@ -220,7 +221,7 @@ def test_max_restarts_resumes_from_the_newest_checkpoint(faulty, calm, tmp_path)
 
 
 def test_it_trains_alone_if_torchrun_has_not_started_it(monkeypatch):
-    """A script that torchrun has not started trains alone, even if a cluster sets RANK and WORLD_SIZE."""
+    """A script started without torchrun trains alone, even if a cluster sets RANK and WORLD_SIZE."""
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -242,7 +243,7 @@ def test_a_port_in_use_is_one_line(refused, monkeypatch):
 
 @pytest.mark.slow
 def test_ranks_with_different_folders_are_refused(run, small, tmp_path):
-    """Two machines without a common disk are refused: rank 0 finds a checkpoint, and rank 1 finds none."""
+    """A run on two machines without a shared disk is refused: rank 0 finds a checkpoint, but rank 1 finds none."""
     watch(LONG, *SIZES, "--steps", 2, "--checkpoint-dir", tmp_path / "0" / "saved")
     (tmp_path / "1").mkdir()
     script = tmp_path / "apart.py"
@@ -276,13 +277,13 @@ def test_torchrun_works_on_a_machine_that_does_not_know_its_own_name_if_told_its
             (line for line in lines if re.search("median of steps|no-such-host.* cannot be retrieved", line)), ""
         )
         patience.cancel()
-        os.killpg(child.pid, signal.SIGKILL)  # else torchrun would keep trying for minutes
+        os.killpg(child.pid, signal.SIGKILL)  # otherwise, torchrun would retry for minutes
     assert said and ("median of steps" in said) == bool(advice), said
 
 
 @pytest.fixture
 def agents(small, tmp_path):
-    """Start two torchruns that stand in for two machines. They meet on a port and run one rank each."""
+    """Return a function that simulates two machines: two torchrun processes with one rank each meet on a port."""
 
     def start(*args):
         port = free_port()
@@ -302,7 +303,7 @@ def test_two_machines_train_stop_and_resume_as_one(calm, agents, tmp_path):
     texts = [agent.communicate(timeout=200)[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], texts
     steps = [(m["step"], m["loss"], m["norm"]) for m in STEP.finditer("".join(texts))]
-    assert steps == calm  # rank 0 alone prints
+    assert steps == calm  # only rank 0 prints
 
     shutil.rmtree(tmp_path / "saved")
     words = "--steps", 10000, "--log-file", tmp_path / "log.jsonl"
@@ -311,7 +312,7 @@ def test_two_machines_train_stop_and_resume_as_one(calm, agents, tmp_path):
     while not (tmp_path / "log.jsonl").exists() or (tmp_path / "log.jsonl").read_text().count("\n") < 4:
         assert time.monotonic() < patience
         time.sleep(0.1)
-    both[1].send_signal(signal.SIGTERM)  # one machine is stopped: both finish the step and save it
+    both[1].send_signal(signal.SIGTERM)  # stops one machine: both must finish the step and save it
     texts = [agent.communicate(timeout=120)[0] for agent in both]
     assert all(agent.returncode != 0 for agent in both), texts
     stopped = max(int(path.stem[5:]) for path in (tmp_path / "saved").glob("step_*.pt"))
@@ -324,7 +325,7 @@ def test_two_machines_train_stop_and_resume_as_one(calm, agents, tmp_path):
 
 
 def test_slurm_starts_a_torchrun_per_machine_and_queues_again_what_it_must_stop(tmp_path, monkeypatch):
-    """slurm.sbatch starts a torchrun per machine and requeues a stopped job. Stubs replace Slurm and torchrun."""
+    """slurm.sbatch starts one torchrun per machine and requeues a stopped job. Stubs replace Slurm and torchrun."""
     for name, body in {
         "scontrol": "[ $1 = show ] && echo node1 && echo node2",
         "srun": 'exec "$@"',
@@ -359,7 +360,10 @@ def test_the_arithmetic_of_the_all_reduce():
 
 
 def test_the_bandwidth_of_a_bus_does_not_depend_on_the_number_of_ranks(monkeypatch, capsys):
-    """Bus bandwidth is the bytes each rank sends per second: in a ring of 4, 2 × 3/4 of the gradients in 0.5 s."""
+    """Bus bandwidth is the number of bytes that each rank sends per second.
+
+    In a ring of 4, each rank sends 2 × 3/4 of the gradients. In this test, an all-reduce takes 0.5 s.
+    """
     clock = iter([read for _ in range(15) for read in (0.0, 0.5)])
     for name, answer in ("init_process_group", None), ("get_rank", 0), ("get_world_size", 4), ("barrier", None):
         monkeypatch.setattr(dist, name, lambda *args, answer=answer: answer)
@@ -392,11 +396,14 @@ def test_the_all_reduce_is_measured(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_three_kills(run, small, ranks):
-    """After three kills, a run ends as an uninterrupted one does. `python tests/kills.py 50` kills it fifty times."""
+    """After three kills, a run ends with the losses and weights of an uninterrupted run.
+
+    `python tests/kills.py 50` repeats the check with fifty kills.
+    """
     done = run("tests/kills.py", 3, "--seed", 1, "--ranks", ranks, timeout=900, folder=small, **PLAIN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
-        r"^3 kills, [0-3] of them in a save: 24 losses and all weights as if uninterrupted; .* by 0.0e\+00$",
+        r"^3 kills, [0-3] during a save: 24 losses and the weights match an uninterrupted run; .* by 0.0e\+00$",
         done.stdout,
         re.M,
     )
@@ -404,7 +411,7 @@ def test_three_kills(run, small, ranks):
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory):
-    """Train nano for 24 steps with slightly different gradients, or with one step that updates nothing."""
+    """Return a function that trains nano for 24 steps with perturbed gradients or with one step that has no update."""
 
     @functools.cache
     def spoilt(rounding=0.0, lost=None):
@@ -436,7 +443,7 @@ def test_the_tolerance_of_a_gpu_lets_rounding_pass_and_no_lost_step(spoilt, lost
         kills.compare(spoilt(), spoilt(rounding=1e-6), exact=True)
     with pytest.raises(AssertionError, match="AdamW took .23. steps of 24"):
         kills.compare(spoilt(), spoilt(lost=lost), exact=False)
-    monkeypatch.setattr(kills, "int", lambda steps: 24, raising=False)  # even if AdamW did not count its steps
+    monkeypatch.setattr(kills, "int", lambda steps: 24, raising=False)  # hides the lost step from the count
     with pytest.raises(AssertionError, match="differ"):
         kills.compare(spoilt(), spoilt(lost=lost), exact=False)
 

@@ -1,6 +1,6 @@
-"""Every script runs as a user runs it, prints correct values, and learns.
+"""Every script runs from start to end, prints correct values, and reduces the loss.
 
-The scripts run on one rank, on two ranks, and a second time with the same result.
+The scripts run on one rank, and `ddp_run.py` also runs on two. A second run repeats the losses up to rounding.
 """
 
 import functools
@@ -21,12 +21,12 @@ PARAMETERS = {"baseline.py": 13_790_208} | dict.fromkeys(since(1, 7), 7_357_312)
 
 
 STEPS = 4
-COMPILED = [SCRIPTS[5], SCRIPTS[6], SCRIPTS[7], "ddp_run.py"]  # each version of the model, and DDP
+COMPILED = [SCRIPTS[5], SCRIPTS[6], SCRIPTS[7], "ddp_run.py"]  # each compiled version of the model, and DDP
 ALONE = ["baseline.py", *COMPILED]
 
 
 def sizes(script):
-    """Flags that shorten a run: fewer micro-steps, or a smaller batch in fp16, which a CPU emulates."""
+    """Return flags that shorten a run: fewer micro-steps, or a smaller batch in fp16, which a CPU emulates."""
     if script == FP16:
         return ["--batch-size", 1, "--seq-len", 32]
     return ["--total-batch-size", 1024] * (script in since("ddp_run.py"))
@@ -38,7 +38,10 @@ def losses(printed):
 
 @pytest.fixture(scope="session")
 def printed(run, tmp_path_factory):
-    """A function that returns a script's output. Scripts in ALONE run in their own folder and process, others here."""
+    """Return a function that runs a script and returns its output.
+
+    A script in ALONE runs in a separate folder and process. Other scripts run in this process.
+    """
 
     @functools.cache
     def printed(script):
@@ -54,7 +57,7 @@ def printed(run, tmp_path_factory):
 
 
 def alone(run, *words, **environment):
-    """Run a script that must succeed without a warning and leave no file behind. Return what it printed."""
+    """Run a script, assert that it prints no warnings and leaves no files behind, and return its output."""
     done = run(*words, **environment)
     assert (done.returncode, done.stderr, done.left_behind) == (0, "", []), done.stderr
     return done.stdout
@@ -62,7 +65,7 @@ def alone(run, *words, **environment):
 
 @pytest.mark.slow
 def test_uv_runs_a_script_where_nothing_is_installed(tmp_path):
-    """`uv run` installs the torch version of the tests, and no package that only tests, tools or the site need."""
+    """`uv run` installs the torch version of the tests, but no development packages such as pytest or matplotlib."""
     for name in ("pyproject.toml", "input.txt", SCRIPTS[3]):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "tokenizer", tmp_path / "tokenizer")
@@ -81,7 +84,7 @@ def test_uv_runs_a_script_where_nothing_is_installed(tmp_path):
 def test_a_second_run_in_a_process_of_its_own_is_the_first_again(run, printed, script):
     """A second run, in a separate process, repeats the losses of the first.
 
-    From rung 08 on, only the second run is compiled. Rung 05 is compiled in both.
+    From rung 08 on, only the second run is compiled. Rung 05 is compiled in both runs.
     """
     rounding = 0 if script in SCRIPTS[:6] else 1e-2 if BF16_CPU else 1e-4
     again = losses(alone(run, script, "--steps", STEPS, *sizes(script)))
@@ -125,11 +128,11 @@ def test_the_printed_lines_follow_the_contract(printed, script):
         assert (step["left"] is not None) == (script in since(LONG) and int(step["step"]) > 0)
         assert step["scale"] == ("65536" if script == FP16 else None) and not step["skipped"]
         ms, rate = float(step["ms"]), float(step["rate"].replace(",", ""))
-        assert rate == pytest.approx(tokens / (ms / 1000), rel=1e-3, abs=1)  # per second, not per step
+        assert rate == pytest.approx(tokens / (ms / 1000), rel=1e-3, abs=1)  # tokens per second, not per step
         times.append(ms)
     summary = SUMMARY.fullmatch(lines[STEPS])
     assert summary, lines[STEPS]
-    assert (summary["first"], summary["last"]) == ("2", "3")  # below 20 steps, the median leaves out the first half
+    assert (summary["first"], summary["last"]) == ("2", "3")  # under 20 steps, the median skips the first half
     assert float(summary["ms"]) == pytest.approx(statistics.median(times[2:]), abs=0.02)
     assert float(summary["rate"].replace(",", "")) == pytest.approx(
         tokens / float(summary["ms"]) * 1000, rel=1e-3, abs=1
@@ -156,7 +159,7 @@ def test_nano_takes_4096_tokens_per_step_unless_told():
 
 
 def test_ctrl_c_prints_the_summary_so_far(run, tmp_path):
-    # The run sends itself SIGINT, as a terminal does on Ctrl-C, once two steps are done.
+    # After two steps, the run sends itself SIGINT, as a terminal does on Ctrl-C.
     script = tmp_path / "interrupted.py"
     script.write_text(
         "import os, runpy, signal, sys, threading, time\n"

@@ -1,7 +1,8 @@
-"""The training loop handles the clock, the seed, gradients, clipping and the learning rate correctly.
+"""The training loop handles the timer, the seed, gradients, clipping and the learning rate correctly.
 
-The tests observe the loop from inside. The clock is read after the device has finished, also on a simulated GPU.
-Gradients start from zero and are sent once per step. The printed speed, norm and learning rate are the ones used.
+The tests record the calls in the loop and the changes to the weights. The timer is read after the device has finished,
+also on a simulated GPU. The gradients start at zero and are all-reduced once per step. The printed speed, norm and
+learning rate are the values of that step.
 """
 
 import contextlib
@@ -44,11 +45,11 @@ SAVING = since(LONG, among=list(RUNGS))
 V100, T4, A100, H100 = (7, 0), (7, 5), (8, 0), (9, 0)  # compute capabilities
 WORK = {"synchronize", "next_batch", "zero_grad", "forward", "backward", "step"}
 
-TEXT = ROOT / "tests" / "data" / "published_curve.json"  # short, and edits of the project do not change it
+TEXT = ROOT / "tests" / "data" / "published_curve.json"  # short, and unaffected by edits of the project
 
 
 def train(script, steps, *args, batch=2, length=16, total=None, **options):
-    """Train nano briefly and return the steps."""
+    """Train nano briefly and return the recorded steps."""
     args += ("--data", TEXT, "--steps", steps, "--batch-size", batch, "--seq-len", length)
     if script in ACCUMULATE:
         args += ("--total-batch-size", total or batch * length)
@@ -56,7 +57,7 @@ def train(script, steps, *args, batch=2, length=16, total=None, **options):
 
 
 def record(script, device):
-    """Train for two steps. Return (the steps, the names of main()'s calls and its clock readings, in order)."""
+    """Train for two steps and return (the recorded steps, the calls and clock readings of main() in order)."""
     module, events = load(script), []
     forward = module.GPT.forward
 
@@ -136,7 +137,7 @@ def test_python_waits_for_a_gpu_at_the_end_of_a_step_alone(script, on_a_gpu):
 
 
 def precision_of(script):
-    """(whether a script allows TF32, the dtype of its logits, whether it uses deterministic algorithms)."""
+    """Return (whether a script allows TF32, the dtype of its logits, whether it uses deterministic algorithms)."""
     (step,) = train(script, 1, "--model", "nano", batch=1, length=8, device="cuda")
     deterministic = torch.are_deterministic_algorithms_enabled()
     return torch.get_float32_matmul_precision() == "high", step.logits[0].dtype, deterministic
@@ -144,7 +145,7 @@ def precision_of(script):
 
 @pytest.mark.parametrize("script", LOOPS)
 def test_a_gpu_computes_in_the_fastest_type_that_it_has(script):
-    """A GPU uses TF32 and bf16 from compute capability 8.0 on, and not the slow deterministic kernels."""
+    """A GPU uses TF32 and bf16 from compute capability 8.0 on. It does not use the slow deterministic kernels."""
     for capability in V100, T4, A100, H100:
         ampere = capability >= A100
         tf32 = script in since(2, among=list(RUNGS)) and ampere
@@ -153,7 +154,7 @@ def test_a_gpu_computes_in_the_fastest_type_that_it_has(script):
         with made_up_gpu(None, capability):
             assert precision_of(script) == (tf32, dtype, False), capability
     train(script, 1, batch=1, length=8)
-    assert torch.are_deterministic_algorithms_enabled()  # on a CPU, a seed repeats the curve
+    assert torch.are_deterministic_algorithms_enabled()  # makes runs on a CPU repeatable
 
 
 @pytest.mark.parametrize("script", since(2, among=list(RUNGS)))
@@ -183,7 +184,7 @@ def test_of_two_gpus_the_one_that_was_asked_for_is_used_and_named(script, monkey
         patch.setattr(torch.accelerator, "synchronize", used.append)
         printed = play(script, *words, device="cuda:1")
     assert "device cuda:1 (GPU 1) | " in printed and {str(device) for device in used} == {"cuda:1"}
-    assert not [line for line in printed.splitlines() if line.startswith("no ")]  # no line on TF32 or bf16
+    assert not [line for line in printed.splitlines() if line.startswith("no ")]  # no line about TF32 or bf16
 
 
 @pytest.mark.parametrize("script", LOOPS)
@@ -200,7 +201,7 @@ def test_the_summary_is_the_median_of_the_steady_steps(script, monkeypatch):
     assert last == f"median of steps 3-5: 22.00 ms, {tokens / 0.022:,.0f} tok/s, peak memory 3.00 GiB"
 
 
-# Scripts that save nothing do not check the gradient: the loss of the next step is not finite either.
+# Scripts without checkpoints do not check the gradient: if it is not finite, the next loss is not finite either.
 @pytest.mark.parametrize("script, what", [*((s, "loss") for s in LOOPS), *((s, "gradient") for s in SAVING)])
 def test_what_is_not_finite_ends_the_run_and_is_not_saved(script, what, tmp_path, monkeypatch, refused):
     def forward(model, *args):
@@ -248,7 +249,7 @@ def test_tokens_are_counted_per_second(script, recorded):
 @pytest.mark.parametrize("script", LOOPS)
 def test_each_step_starts_without_the_gradients_of_the_last(script, recorded):
     passes = [event for event in recorded(script)[1] if str(event).startswith("forward")]
-    later = ["forward, with gradients there"] * (script in ACCUMULATE)  # the second micro-step adds to the gradients
+    later = ["forward, with gradients there"] * (script in ACCUMULATE)  # the second micro-step accumulates
     assert passes == 2 * ["forward", *later]
 
 
@@ -273,7 +274,7 @@ def test_a_step_runs_compiled(script, monkeypatch):
     assert len(ran) == 2
 
 
-@pytest.mark.parametrize("script", since(5, 8))  # all versions of the model that are compiled
+@pytest.mark.parametrize("script", since(5, 8))  # all compiled versions of the model
 def test_a_compiled_step_returns_the_loss_and_nothing_else(script):
     model, returned = nano(script), []
 
@@ -292,14 +293,14 @@ def test_modes_with_cuda_graphs_are_refused_where_gradients_add_up(script, mode,
     words = "--device", "cpu", "--batch-size", 1, "--seq-len", 8, "--compile-mode", mode
     monkeypatch.setattr("sys.argv", [script, *map(str, words), "--total-batch-size", "8"])
     assert load(script).parse_args().compile_mode == mode
-    says = f"--compile-mode {mode} cannot add up gradients: set --total-batch-size 8$"
+    says = f"--compile-mode {mode} allows one micro-step: set --total-batch-size 8$"
     refused(script, *words, "--total-batch-size", 16, says=says)
 
 
 @pytest.mark.parametrize("script", [*clips(), TRAIN])
 def test_the_gradient_is_clipped_to_a_norm_of_1_before_the_step(script, recorded):
     for step in recorded(script)[0]:
-        assert float(step.printed["norm"]) > 1.5  # the norm before clipping: it is large enough to be clipped
+        assert float(step.printed["norm"]) > 1.5  # the norm before clipping is large enough to be clipped
         assert step.norm == pytest.approx(1.0, abs=1e-4)
 
 
@@ -368,7 +369,7 @@ def test_micro_steps_add_up_to_the_gradient_of_the_whole_batch(script):
 
 @contextlib.contextmanager
 def rank(number, world_size=2):
-    """In this context a script is one of several ranks. The others have the same values and respond at once."""
+    """Make a script one of several ranks within this context. The others have the same values and respond at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     begin, dist = torch.distributed.init_process_group, torch.distributed
@@ -443,7 +444,7 @@ def test_weights_are_saved_under_plain_names_by_several_ranks_too(script, tmp_pa
 
 @pytest.mark.parametrize("script", [script for script in RANKED if script in SAVING])
 def test_a_signal_to_one_rank_ends_all_in_the_same_step(script, tmp_path, monkeypatch):
-    """If another rank gets a signal, this rank learns of it from the all-reduce and ends in the same step."""
+    """If another rank receives a signal, the all-reduce reports it to this rank, which ends in the same step."""
     with rank(0), monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
         patch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.add_(not tensor.is_floating_point()))
         play(script, *SIZES, "--steps", 4, "--checkpoint-dir", tmp_path)
@@ -498,7 +499,7 @@ def test_a_gpu_that_is_full_from_the_start_is_out_of_memory(script, refused):
 
 @pytest.mark.parametrize("script", DDP)
 def test_gradients_travel_once_per_step_in_the_last_backward_pass(script, monkeypatch):
-    """DDP sends each gradient once per step, in the last backward pass. A single rank is enough to see this."""
+    """DDP sends each gradient once per step, in the last backward pass. One rank is enough to observe this."""
     seen, sent = [], []
 
     class Watched(DistributedDataParallel):
