@@ -224,7 +224,7 @@ def test_a_card_is_one_of_the_table_or_what_roof_py_printed(tmp_path):
         ("--card", "", "one of T4"),
         ("--out", "nowhere/counts.json", "cannot write a file"),
         ("--out", "results", "cannot write a file"),
-        ("--batch-size", "0", "must be at least 1"),
+        ("--batch-size", "0", "need at least 1 for --batch-size"),
         ("--batch-size", "512", "338025 tokens, but B 512"),
     ],
 )
