@@ -437,7 +437,8 @@ def made_up(tmp_path):
     (tmp_path / "input.txt").touch()
     shutil.copy(ROOT / "results" / "ladder.schema.json", tmp_path / "results")
     rows = "".join(
-        f'[[rung]]\nfile = "{name}.py"\nidea = ""\ntouches = []\nlimit = 1\nprecision = "float32"\n' for name in "abc"
+        f'[[rung]]\nfile = "{name}.py"\ntitle = ""\nidea = ""\ntouches = []\nlimit = 1\nprecision = "float32"\n'
+        for name in "abc"
     )
     (tmp_path / "ladder.toml").write_text(rows)
     for name, ms, limit in (("a", 8, 9), ("b", 4, 9), ("c", 2, 12)):
