@@ -5,8 +5,8 @@ sums and all values in memory stay in float32. According to NVIDIA's data sheet,
 TF32 as in float32 (156 and 19.5 TFLOP/s). The speed-up of a whole step is smaller, because much of its time is spent on
 moving data.
 
-When it does not help: GeForce RTX 30 and 40 GPUs may gain little, because NVIDIA lists the same peak for TF32 and
-float32. This script prints a message and uses float32 on NVIDIA GPUs before compute capability 8.0, on Apple and Intel
+When it does not help: GeForce RTX 30 and 40 GPUs may gain little. According to NVIDIA, their TF32 and float32 peaks are
+the same. This script prints a message and uses float32 on NVIDIA GPUs before compute capability 8.0, on Apple and Intel
 GPUs, and on CPUs.
 
     make diff-02    shows what this file changes

@@ -4,7 +4,7 @@ Both settings are from GPT-3 (Brown et al. 2020, appendix B) and prepare for the
 divides each update by the square root of an average of squared gradients. With decay beta2, this average covers about
 1 / (1 - beta2) steps: 1000 at PyTorch's default of 0.999, but only 20 at 0.95. With the shorter average, AdamW adapts
 sooner when gradients change. Clipping treats all gradients as one vector and scales it down to a norm of 1.0 if its
-norm is larger. This limits how much one batch can change AdamW's averages. The script prints the norm before clipping;
+norm is larger. This limits how much one batch can change AdamW's moments. The script prints the norm before clipping;
 with nano on a CPU, the norm exceeds 1.0 in all 50 steps.
 
 When it does not help: it does not make steps faster, and clipping adds two passes over the gradients.

@@ -1,6 +1,6 @@
 """Rung 09, learning-rate schedule (quality): a linear warm-up, then a cosine decay.
 
-In the first steps, AdamW's averages are noisy because they cover few gradients. The learning rate therefore starts low
+In the first steps, AdamW's moments are noisy because they cover few gradients. The learning rate therefore starts low
 and rises over 10 steps. This allows a peak of 6e-4, twice the rate of rung 08. The GPT-3 model of this size used the
 same peak, but with batches of 0.5M tokens instead of 4,096. The cosine then lowers the rate to about a tenth of the
 peak by the last step. The smaller updates average out noise between batches.

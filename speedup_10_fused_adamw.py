@@ -1,9 +1,10 @@
 """Rung 10, fused AdamW (speed): one pass over memory updates every weight; weight-decay groups are for quality.
 
 fused=True is for speed. By default, AdamW on a GPU runs a kernel for each operation of its formula, with 20 memory
-accesses per weight in total. The fused kernel makes 7: it reads the weight, the gradient and both averages, and writes
-all but the gradient. For 124M float32 weights, that is 3.5 GB instead of 10 GB. The parameter groups are for quality:
-matrices use GPT-3's weight decay of 0.1 instead of PyTorch's default of 0.01, and biases and LayerNorm use none.
+accesses per weight in total. The fused kernel needs 7: it reads the weight, the gradient and AdamW's two moments, and
+writes the weight and the moments. For 124M float32 weights, that is 3.5 GB instead of 10 GB. The parameter groups are
+for quality: matrices use GPT-3's weight decay of 0.1 instead of PyTorch's default of 0.01, and biases and LayerNorm
+use none.
 
 When it does not help: with a large batch, the optimizer takes only a small fraction of the step time. Weight decay
 matters only in long runs.

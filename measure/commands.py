@@ -62,7 +62,7 @@ def rows(peers=False, branches=False, only=()):
 
 
 def command(row, settings, **changed):
-    """Return a row's command as a list of words, without the interpreter."""
+    """Return a row's command as a list of arguments for Python."""
     flags = {name: settings[name] for name in ("model", "batch_size", "seq_len", "steps", "device")} | changed
     if row.accumulates:  # one micro-batch per optimizer step, as in the other scripts
         flags["total_batch_size"] = flags["batch_size"] * flags["seq_len"]

@@ -46,7 +46,7 @@ def group(name, path=""):
 
 
 def nested(events):
-    """Return a list of (event, names of the enclosing events in its thread, its time without nested events).
+    """Return a list of (event, names of the enclosing events in its thread, its self time: nested events excluded).
 
     Times are in microseconds.
     """

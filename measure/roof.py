@@ -2,7 +2,7 @@
 
 It prints JSON with the TFLOP/s of matmuls and the GB/s of a copy. The matmuls use each precision that the device
 supports, the shapes of GPT-2's linear layers, and one large square shape. The GB/s of the copy include both the bytes
-read and the bytes written. All data are random, because zeros can run faster.
+read and the bytes written. All inputs are random, because a kernel can run faster on zeros.
 
 In each round, torch.utils.benchmark measures the median time between synchronizations. The result is the best of three
 rounds, because a peak is the speed without interference. On a GPU, the program first runs matmuls for 10 seconds,
@@ -25,7 +25,7 @@ from baseline import MODELS
 
 
 def flops_per_token(config, seq_len):
-    """Return the FLOPs per token of one training step of a GPT-2.
+    """Return the FLOPs per token of one training step of a GPT-2 model.
 
     Each parameter in a matmul needs 6 FLOPs: 2 in the forward pass and 4 in the backward pass (Kaplan et al. 2020).
     There are 12 C^2 such parameters per layer and V * C in the head. Attention's two matmuls with T x T scores add

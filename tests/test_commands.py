@@ -24,7 +24,7 @@ NOT_RUN = {
         "git grep",
         "git restore",
         "torchrun --standalone --nproc_per_node=8",
-        "make figures ARGS=results/FOLDER",  # test_publish.py runs publish.py with named folders
+        "make figures ARGS=results/FOLDER",  # test_publish.py passes folders to publish.py
         'make compare ARGS="results/ONE results/OTHER"',
         "make compare",
         "make plot",

@@ -227,7 +227,7 @@ def test_a_public_shard_is_trained_on(tmp_path, monkeypatch):
 
 
 def test_anybody_can_read_what_is_written(shard, files, tokens, tmp_path):
-    """A reader written from the format's description reads the shards, and sha256sum confirms their checksums."""
+    """Code written only from the format's description can read the shards, and sha256sum confirms their checksums."""
     shard(files / "all.jsonl", "--out", tmp_path, "--shard-size", 50_000)
     kinds, found = [], []
     for path in sorted(tmp_path.glob("*.bin"), key=lambda path: path.name[-10:]):
