@@ -335,7 +335,7 @@ class Site:
             moved = [floor.totals(step, kind)[1] for step in both]
             if max(moved) - min(moved) >= least or len(both) == 1 and moved[0]:
                 rows[f"bytes: {kind}"] = moved, "GB"
-        return self.part("counts.md", rows=rows, names=["before", "after"][-len(names) :])
+        return self.part("counts.md", rows=rows, names=["before", "after"] if rung.before else ["count"])
 
     def measured_ms(self, script, prediction):
         """Return the newest median step time in ms for a prediction's device, model, B and T, or None."""
@@ -369,12 +369,12 @@ class Site:
         names, spread, made = [title(row["name"]) for row in rows], np.random.default_rng(0), []
 
         def axes(text, values, **labels):
-            figure = Figure(figsize=(4.2, 2.7))
+            figure = Figure(figsize=(3.6, 2.3))
             made.append((f"{text} of {' and '.join(names)}: {' and '.join(values)}", figure))
             return figure.add_subplot(**labels)
 
         medians = [f"{row['median_ms']:,.1f} ms" for row in rows]
-        times = axes("Time per step", medians, xlabel="milliseconds per step; line: median")
+        times = axes("Time per step", medians, xlabel="ms per step; line: median")
         ends = [f"{render.good(row)[0]['losses'][-1]:.4f} at the last step" for row in rows]
         losses = axes("Loss", ends, xlabel="step", ylabel="loss, nats per token")
         for place, row in enumerate(rows):
@@ -394,7 +394,9 @@ class Site:
             sums = [", ".join(f"{kind} {ms:.0f} ms" for kind, ms in group.items()) for group in groups]
             kinds = axes("Where the time goes", sums)
             render.stacks(kinds, names, rows, height=0.6)
-            kinds.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.3))
+            kinds.set_xlabel("ms per step, profiled")
+            legend = {"ncols": 2, "fontsize": 9, "columnspacing": 1, "handlelength": 1}
+            kinds.figure.legend(*kinds.get_legend_handles_labels(), loc="outside lower center", **legend)
         return [(text, self.inline(figure, f"{name}{text}")) for text, figure in made]
 
     def inline(self, figure, salt):

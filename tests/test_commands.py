@@ -20,7 +20,6 @@ PROGRAMS = "make python uv pip torchrun git source tensorboard ghp-import apt nv
 # The commands that test_a_command_works_as_written does not run, by reason. It also skips the commands in SAME.
 NOT_RUN = {
     "it is part of a sentence, not a whole command": [
-        "git diff",
         "git grep",
         "git restore",
         "torchrun --standalone --nproc_per_node=8",

@@ -200,7 +200,7 @@ def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, ca
 def test_a_hub_that_cannot_be_reached_is_one_line(run, tmp_path):
     done = run("pretrain/fineweb.py", "--out", tmp_path / "new", HF_HUB_OFFLINE="1")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "on the hub" in done.stderr and "without a network, give a file" in done.stderr
+    assert "on the hub" in done.stderr and "without a network, give local files" in done.stderr
     assert not (tmp_path / "new").exists()
 
 

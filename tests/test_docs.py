@@ -205,7 +205,8 @@ def test_a_rungs_page_shows_its_three_counts_first(soup, script):
         shown = [form.format(figure / unit if unit > 1 else figure) for figure in figures]
         if before:
             change = f"{100 * (figures[1] / figures[0] - 1):+.1f}%".replace("-", "−")
-            shown.append("same" if figures[0] == figures[1] else change)
+            small = "same" if figures[0] == figures[1] else "under 0.1%"
+            shown.append(change if abs(figures[1] / figures[0] - 1) >= 0.0005 else small)
         assert rows[what] == shown
     changed = {row.removeprefix("bytes: ").removesuffix(", GB") for row in rows if row.startswith("bytes: ")}
     if before:

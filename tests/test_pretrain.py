@@ -363,7 +363,7 @@ WRONG_RUN = {
     ),
     "HellaSwag on no hub": (
         ["--hellaswag", "Rowan/hellaswag"],
-        "the hub; without a network, give a file",
+        "the hub failed; without a network, give local files",
     ),
     "no evaluation": (["--eval-every", "0"], "at least 1"),
 }
