@@ -449,7 +449,7 @@ def commit_all(folder):
 
 
 def press_ctrl_c_at(pattern, command, folder, **environment):
-    """Run a command and send it SIGINT, as a terminal does on Ctrl-C, at the first output line that matches.
+    """Run a command and send it SIGINT, as a terminal does on Ctrl-C, at the first line that matches the pattern.
 
     Return (its stdout and stderr, its exit status). The status is None if SIGINT was sent.
     """

@@ -119,7 +119,7 @@ def test_a_killed_run_completes_the_same_shards(files, tmp_path, kind):
         assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
     subprocess.run([*command, out], check=True, capture_output=True)
     names = sorted(path.name for path in (tmp_path / "undisturbed").glob("*.bin*"))
-    assert sorted(path.name for path in out.glob("*.bin*")) == names and len(names) > 1800  # half of them checksums
+    assert sorted(path.name for path in out.glob("*.bin*")) == names and len(names) > 1800  # half are checksum files
     for name in names:
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), name
     assert not list(out.glob("*.tmp"))

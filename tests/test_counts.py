@@ -89,7 +89,7 @@ def test_the_bytes_of_the_masked_softmax():
 
 @pytest.mark.parametrize(("fused", "passes"), [(False, 20), (True, 7)])
 def test_the_bytes_of_adamw(fused, passes):
-    """Fused AdamW reads weights, gradients and moments and writes weights and moments. Plain AdamW has eight kernels."""
+    """Fused AdamW reads weight, gradient and moments, and writes weight and moments. Plain AdamW has eight kernels."""
     weights = [torch.zeros(3, 5, requires_grad=True), torch.zeros(7, requires_grad=True)]
     optimizer = torch.optim.AdamW(weights, fused=fused, foreach=not fused)
     for weight in weights:

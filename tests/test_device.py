@@ -106,7 +106,7 @@ def test_the_machine_is_described_with_all_its_memory():
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Make NVML report two GPUs at 1234 MHz and the processes in `processes`. The second GPU's UUID is GPU-1234-5678."""
+    """Make NVML report two GPUs at 1234 MHz and the processes in `processes`. The second UUID is GPU-1234-5678."""
     state = SimpleNamespace(processes=[], used=2**30)
     for name, value in (
         ("nvmlInit", lambda: None),

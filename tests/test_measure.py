@@ -700,7 +700,7 @@ def test_another_gpu_torch_or_cuda_is_another_measurement(in_process, monkeypatc
         (13, {"ladder": 12, "profile": 1}),
         (28, {"ladder": 12, "profile": 12, "batches": 4}),
         (34, {"ladder": 12, "profile": 12, "batches": 6, "peers": 4}),
-        (38, {"ladder": 12, "profile": 15, "batches": 6, "peers": 5}),  # every second pass runs in reverse order
+        (38, {"ladder": 12, "profile": 15, "batches": 6, "peers": 5}),  # every second pass reverses the order
         (53, {"ladder": 24, "profile": 15, "batches": 6, "peers": 8}),
     ],
 )

@@ -444,7 +444,7 @@ def test_weights_are_saved_under_plain_names_by_several_ranks_too(script, tmp_pa
 
 @pytest.mark.parametrize("script", [script for script in RANKED if script in SAVING])
 def test_a_signal_to_one_rank_ends_all_in_the_same_step(script, tmp_path, monkeypatch):
-    """A signal to a different rank reaches this rank through the all-reduce and ends it in the same step."""
+    """A signal to a different rank reaches this rank through the all-reduce, and both end in the same step."""
     with rank(0), monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
         patch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.add_(not tensor.is_floating_point()))
         play(script, *SIZES, "--steps", 4, "--checkpoint-dir", tmp_path)
