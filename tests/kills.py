@@ -4,7 +4,7 @@
 
 The run trains nano under torchrun with two ranks on the CPU. With --ranks 1, it uses one rank; with --device cuda, it
 uses one rank on a GPU. It saves a checkpoint every 3 steps. Each kill is sent 1 to 6 steps after the checkpoint from
-which the run started. About a third of the kills then also wait until a save begins. A resumed run must start from the
+which the run started. About a third of the kills are delayed until a save begins. A resumed run must start from the
 last finished checkpoint. At the end, the losses of all steps and the weights must match the uninterrupted run bit for
 bit. On a GPU, the order of atomic additions varies, so small differences are allowed. A lost step would cause larger
 differences.
