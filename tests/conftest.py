@@ -19,9 +19,9 @@ from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests do not use the Hugging Face hub
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # the scripts also set these
-os.environ |= {"MAKEFLAGS": "", "ARGS": ""}  # otherwise a `make` in a test would inherit these
+os.environ |= {"MAKEFLAGS": "", "ARGS": ""}  # clears variables that a `make` in a test would inherit
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # `make test` runs several processes, which share the cores
-# Without these limits, glibc returns freed blocks to the system. Reallocating them takes a third of nano's step time.
+# By default, glibc returns freed blocks to the system. Reallocating them takes a third of nano's step time.
 os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 import pytest
 import torch
@@ -123,7 +123,7 @@ def since(rung, end=None, among=SCRIPTS):
 
 
 def versions(*definitions, among=SCRIPTS):
-    """Return the scripts that change one of these definitions, or a method of one, and the first script.
+    """Return the first script and the scripts that change one of these definitions or a method of one.
 
     Testing these is enough: test_ladder.py checks that other scripts repeat the previous script's text byte for byte.
     """
@@ -134,7 +134,7 @@ def versions(*definitions, among=SCRIPTS):
     return [script for script in among if differs(RUNGS[script])]
 
 
-# The scripts that change a definition used by the forward pass, and the first script.
+# The first script and the scripts that change a definition used by the forward pass.
 MODEL = versions("GPTConfig", "MODELS", "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward")
 
 
@@ -236,7 +236,7 @@ def watch(script, *args, compiled=False, **options):
         return loss
 
     def before(optimizer, *_):
-        if model:  # model is None while set_state_dict creates the moments by a step at learning rate 0
+        if model:  # model is None in set_state_dict, which creates the moments with a step at learning rate 0
             steps[-1].groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             steps[-1].before = {name: p.detach().clone() for name, p in model.named_parameters()}
             steps[-1].grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -261,7 +261,7 @@ def watch(script, *args, compiled=False, **options):
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Replace GPUs with the CPU. Append to `events` each copy to a GPU and each call for which Python would wait."""
+    """Replace GPUs with the CPU. Append each copy to a GPU and each call that would block Python to `events`."""
 
     def __init__(self, events):
         super().__init__()
@@ -372,15 +372,15 @@ def trouble(errors):
 
 @pytest.fixture(scope="session")
 def inductor_cache(request, tmp_path_factory):
-    """Return the folder of torch.compile's cache. It is inside pytest's cache, if enabled, and so kept between runs."""
+    """Return the folder of torch.compile's cache. If pytest's cache is enabled, it persists between runs."""
     cache = getattr(request.config, "cache", None)
     return str(cache.mkdir("inductor") if cache else tmp_path_factory.mktemp("inductor"))
 
 
 def copy_project(folder, part=""):
-    """Copy the project, or one of its folders, without built or cached files and output of the README's commands.
+    """Copy the project, or one of its folders, without built files, cached files or output of the README's commands.
 
-    Folders named pytest-cache-files-* are skipped: another test process may rename one to .pytest_cache meanwhile.
+    Folders named pytest-cache-files-* are skipped because another test process may rename one during the copy.
     """
     made = ".*", "__pycache__", "pytest-cache-files-*", "site", "runs", "checkpoints", "shards", "fineweb10B", "my-gpt2"
     return Path(shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(*made)))
@@ -401,9 +401,9 @@ class Seen:
 
 @pytest.fixture
 def verdict(monkeypatch, tmp_path):
-    """Return a function that tests a copy of the project in this process and returns (pytest's exit status, a Seen).
+    """Return a function that runs tests of a project copy in this process and returns (pytest's exit status, a Seen).
 
-    The function imports the copy's modules, but it does not import torch and other installed packages again.
+    The function imports the copy's modules but keeps torch and other installed packages that are already imported.
     """
 
     def modules_of(root):
@@ -513,7 +513,7 @@ def clone(small, tmp_path):
 def run(tmp_path_factory, inductor_cache):
     """Return a function that runs a script in a separate process, offline and in an empty home folder.
 
-    The function returns the completed process and adds the files left behind, the steps and the losses to it.
+    The completed process has the files left behind, the steps and the losses as attributes.
     """
 
     def run(script, *args, torchrun=None, restarts=0, folder=ROOT, timeout=600, **environment):
@@ -522,7 +522,7 @@ def run(tmp_path_factory, inductor_cache):
         if torchrun:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
             command[1:1] = [*launcher, f"--nproc_per_node={torchrun}", f"--max-restarts={restarts}"]
-        kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"  # a GPU needs those from LD_ on
+        kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"  # GPU runs need the last four
         env = {name: value for name, value in os.environ.items() if re.fullmatch(kept, name)}
         packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # set by the user
         env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "offline"), *packages]))}

@@ -3,8 +3,8 @@
     python tests/kills.py 50        prints a line per kill and a summary; exits with status 1 if a check fails
 
 The run trains nano under torchrun with two ranks on the CPU. With --ranks 1, it uses one rank; with --device cuda, it
-uses one rank on a GPU. It saves a checkpoint every 3 steps. Each kill comes 1 to 6 steps after the checkpoint from
-which the run started. About a third of the kills then also wait until a save begins. A resumed run must start from the
+uses one rank on a GPU. It saves a checkpoint every 3 steps. Each kill is sent 1 to 6 steps after the checkpoint from
+which the run started. About a third of the kills are delayed until a save begins. A resumed run must start from the
 last finished checkpoint. At the end, the losses of all steps and the weights must match the uninterrupted run bit for
 bit. On a GPU, the order of atomic additions varies, so small differences are allowed. A lost step would cause larger
 differences.
@@ -72,7 +72,7 @@ def newest(folder):
 
 
 def unfinished(folder):
-    """Return (time of the last write, bytes) of an unfinished checkpoint. A kill leaves it until the next save."""
+    """Return an unfinished checkpoint's (last write time, bytes). It remains after a kill until the next save."""
     found = []
     for path in folder.glob("*.pt.tmp"):
         try:

@@ -55,7 +55,7 @@ def save(script, folder, keep=1, **run):
 
 @pytest.fixture
 def script():
-    """Return the default script. A test that is parametrized with another script overrides it."""
+    """Return the default script, which a test can override by parametrizing `script`."""
     return LONG
 
 
@@ -100,7 +100,7 @@ def saved(left, script, tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_start(refused, script, monkeypatch):
-    """Return a function that starts a run with SIZES and asserts that it is refused."""
+    """Return a function that starts a run with SIZES and asserts that it is rejected."""
     module = load(script)
     monkeypatch.setitem(module.MODELS, "gpt2", module.GPTConfig(n_layer=1, n_head=1, n_embd=8))
     return functools.partial(refused, script, "--device", "cpu", *SIZES, "--steps", 8, *SCHEDULE * (script == TRAIN))
@@ -115,7 +115,7 @@ def test_a_checkpoint_holds_all_that_the_training_is(tmp_path, script):
     assert checkpoint["position"] == 6 * 128
     assert checkpoint["task"].items() >= {"--model": "nano", "--seq-len": 32, "--total-batch-size": 128}.items()
     model = nano("speedup_10_fused_adamw.py")
-    model.load_state_dict(checkpoint["model"])  # strict: the names must be exactly the model's
+    model.load_state_dict(checkpoint["model"])  # strict: the names must match the model's exactly
     assert checkpoint["optim"]["state"].keys() == dict(model.named_parameters()).keys()
     assert {float(state["step"]) for state in checkpoint["optim"]["state"].values()} == {6.0}
 
@@ -137,12 +137,12 @@ def test_save_leaves_the_final_weights_for_every_script_of_this_shape(tmp_path, 
     assert {p.device.type for p in weights.values()} == {"cpu"}
     for other in since(7):
         model = nano(other)
-        model.load_state_dict(weights)  # strict: the names must be exactly the model's
+        model.load_state_dict(weights)  # strict: the names must match the model's exactly
         assert all(torch.equal(p, last.after[name]) for name, p in model.named_parameters())
 
 
 def full_disk():
-    """Limit file sizes to 1 MiB, as if the disk were full, and return a function that lifts the limit."""
+    """Limit file sizes to 1 MiB to simulate a full disk, and return a function that lifts the limit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -237,7 +237,7 @@ def test_the_newest_is_found_whatever_the_number_of_its_digits(tmp_path, script)
 
 @pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
 def test_a_checkpoint_of_a_gpu_is_read_where_there_is_none(tmp_path, monkeypatch, script):
-    """A checkpoint from a GPU is loaded onto the CPU. This needs no GPU, and ranks do not all load it onto GPU 0."""
+    """A GPU checkpoint is loaded to the CPU, so loading needs no GPU and ranks do not all use GPU 0."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         save(script, tmp_path, step=1)
@@ -315,13 +315,13 @@ def test_what_another_run_left_is_not_touched(saved, tmp_path, no_start, script)
     no_start("--checkpoint-dir", saved, says="has checkpoints: --resume")
     no_start("--log-file", tmp_path / "log.jsonl", says="not the log of this run")
     new = "--checkpoint-dir", tmp_path / "new", "--resume"
-    for _ in range(2):  # the first refused run leaves no state, so the second run is refused as well
+    for _ in range(2):  # the first rejected run leaves no state, so the second run is rejected as well
         no_start(*new, "--log-file", tmp_path / "log.jsonl", says="not the log of this run")
     train(3, "--checkpoint-dir", tmp_path / "other", "--log-file", tmp_path / "other.jsonl", script=script)
     other = "--checkpoint-dir", tmp_path / "other", "--resume"
     no_start(*other, "--log-file", "log.jsonl", says="not the log of this run")
     assert (names(saved), (tmp_path / "log.jsonl").read_bytes()) == before
-    torch.save({"weights": torch.zeros(3)}, tmp_path / "new" / "step_00000009.pt")  # from another program
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "new" / "step_00000009.pt")  # from a different program
     no_start("--checkpoint-dir", tmp_path / "new", says="has checkpoints: --resume")
     no_start(*new, says="of another run: --model None, not nano")
     (tmp_path / "new" / "step_00000009.pt").unlink()
@@ -359,7 +359,7 @@ def test_a_log_that_lacks_what_the_checkpoint_knows_is_refused_and_left(saved, t
 
 
 def test_a_first_try_that_came_to_nothing_is_not_in_the_way_of_another(tmp_path, no_start):
-    """A run refused because of its log file leaves the log unchanged and the checkpoint folder free for another run."""
+    """A run rejected because of its log file leaves the log unchanged and the checkpoint folder usable."""
     saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
     log.write_text("mine")
     no_start("--checkpoint-dir", saved, "--log-file", log, says="log.jsonl is not the log of this run")
@@ -368,7 +368,7 @@ def test_a_first_try_that_came_to_nothing_is_not_in_the_way_of_another(tmp_path,
 
 
 def test_model_and_init_from_are_told_apart(saved, tmp_path):
-    """Resuming is refused if --init-from replaces --model or names another folder of weights."""
+    """Resuming fails if --init-from replaces --model or names a different folder of weights."""
     words = [word for word in SIZES if word not in ("--model", "nano")]
     save_gpt2(tmp_path / "nano"), save_gpt2(tmp_path / "other")
     with pytest.raises(load(LONG).UserError, match="of another run: --model nano, not None"):
@@ -478,7 +478,7 @@ def test_a_damaged_checkpoint_is_not_one_of_those_kept(saved):
 
 
 def test_what_a_user_puts_beside_the_checkpoints_stays(saved):
-    """A user's files are kept. So is the new checkpoint, despite future file times and a damaged later checkpoint."""
+    """A user's files and the new checkpoint are kept despite future file times and a damaged later checkpoint."""
     for name in ("step_best.pt", "step_6.pt", "weights.pt"):
         shutil.copy(saved / "step_00000006.pt", saved / name)
     damage(saved / "step_00000006.pt", "cut short")

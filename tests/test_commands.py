@@ -17,7 +17,7 @@ from conftest import EAGER, ROOT, SCRIPTS, play, press_ctrl_c_at
 FOLDERS = "branches pretrain measure dev docs".split()
 PROGRAMS = "make python uv pip torchrun git source tensorboard ghp-import apt nvidia-smi code cp printf".split()
 
-# The commands that test_a_command_works_as_written does not run, by reason. It also skips the commands in SAME.
+# The commands that test_a_command_works_as_written does not run, by reason. The test also skips the commands in SAME.
 NOT_RUN = {
     "it is part of a sentence, not a whole command": [
         "git grep",
@@ -151,7 +151,7 @@ def commands():
 
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-        text = re.sub(r"<!-- results, .*?<!-- end of", "", text, flags=re.DOTALL)  # drops commands of past measurements
+        text = re.sub(r"<!-- results, .*?<!-- end of", "", text, flags=re.DOTALL)  # skip past measurements
         blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
         for language, block in blocks.findall(text):
             assert language in ("", "bash", "text", "python"), f"{name}: ```{language}"
@@ -190,7 +190,7 @@ def test_a_command_that_is_not_run_is_still_there():
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """Return a folder as a run leaves it, with a checkpoint, best.pt and TensorBoard's folder."""
+    """Return a run's output folder with a checkpoint, best.pt and TensorBoard's folder."""
     folder = tmp_path_factory.mktemp("trained")
     sizes = "--steps", 1, "--batch-size", 1, "--seq-len", 16, "--total-batch-size", 16
     play("pretrain/long_run.py", *sizes, "--checkpoint-dir", folder)

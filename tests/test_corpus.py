@@ -106,7 +106,7 @@ def test_no_document_is_lost_or_written_twice(shard, files, tokens, tmp_path, ki
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all.jsonl", "*.parquet"])
 def test_a_killed_run_completes_the_same_shards(files, tmp_path, kind):
-    """After two kills, early and late, running fineweb.py again completes the shards of an uninterrupted run."""
+    """After an early and a late kill, running fineweb.py again produces the same shards as an uninterrupted run."""
     out = tmp_path / "shards"
     inputs = sorted(files.glob(kind)) * 3  # a longer input, so that the kills come before the end
     command = [sys.executable, ROOT / "pretrain/fineweb.py", *inputs, "--shard-size", "1000", "--out"]
@@ -119,7 +119,7 @@ def test_a_killed_run_completes_the_same_shards(files, tmp_path, kind):
         assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
     subprocess.run([*command, out], check=True, capture_output=True)
     names = sorted(path.name for path in (tmp_path / "undisturbed").glob("*.bin*"))
-    assert sorted(path.name for path in out.glob("*.bin*")) == names and len(names) > 1800  # half are checksums
+    assert sorted(path.name for path in out.glob("*.bin*")) == names and len(names) > 1800  # half are checksum files
     for name in names:
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), name
     assert not list(out.glob("*.tmp"))
@@ -210,7 +210,7 @@ def public(tokens, magic=20240520, version=1, **_):
 
 
 def test_a_public_shard_is_trained_on(tmp_path, monkeypatch):
-    """train.py uses a training and a validation shard that are named as on the hub and have no checksum files."""
+    """train.py accepts training and validation shards that have the hub's file names and no checksum files."""
     folder = tmp_path / "finewebedu10B"
     folder.mkdir()
     held_out, text = np.array_split(encode((ROOT / "input.txt").read_text(encoding="utf-8")[:60_000]), [3000])
@@ -244,7 +244,7 @@ def test_anybody_can_read_what_is_written(shard, files, tokens, tmp_path):
 
 
 def damaged(name, data):
-    """Return a shard's bytes with the named damage."""
+    """Return a shard's bytes with the damage that `name` describes."""
     if name == "cut short":
         return data[:-2]
     if name == "no header":
@@ -287,7 +287,7 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
         Path(f"{path}.sha256").unlink()
     with pytest.raises(ValueError, match=re.escape(f"{path} {DAMAGE[name]}")):
         Shard(path)[:]
-    if name in ("a flipped bit", "another vocabulary"):  # found only when this shard is read
+    if name in ("a flipped bit", "another vocabulary"):  # detected only when the shard is read
         loader = train.DataLoaderLite(tmp_path, 1, 100)
         with pytest.raises(ValueError, match=re.escape(str(path))):
             for _ in range(60):
@@ -300,12 +300,12 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
 def test_shards_without_train_or_val_in_their_names_are_refused(names, tmp_path, refused):
     for name in names:
         write_shard(tmp_path / f"{name}.bin", np.arange(3000))
-    words = "--data", tmp_path, "--steps", 1, "--total-batch-size", 512  # a short run, in case it is not refused
+    words = "--data", tmp_path, "--steps", 1, "--total-batch-size", 512  # keeps the test short if the run starts
     refused(TRAIN, *words, says=rf"{re.escape(str(tmp_path))}: \d shards match .* both")
 
 
 def test_a_shard_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """A shard is flushed to disk before it is renamed to its final name, and its checksum file is written first.
+    """A shard is flushed to disk before it is renamed to its final name. Its checksum file is written before the shard.
 
     Without the flush, a power cut could leave a file of the right size that is full of zeros.
     """

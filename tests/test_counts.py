@@ -89,14 +89,14 @@ def test_the_bytes_of_the_masked_softmax():
 
 @pytest.mark.parametrize(("fused", "passes"), [(False, 20), (True, 7)])
 def test_the_bytes_of_adamw(fused, passes):
-    """Fused AdamW reads weight, gradient and moments and writes all but the gradient. Plain AdamW has eight kernels."""
+    """Fused AdamW reads weight, gradient and moments, and writes weight and moments. Plain AdamW has eight kernels."""
     weights = [torch.zeros(3, 5, requires_grad=True), torch.zeros(7, requires_grad=True)]
     optimizer = torch.optim.AdamW(weights, fused=fused, foreach=not fused)
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     optimizer.step()
     kernels = listed(optimizer.step)
-    counters = 2 * 4 * 3 if fused else 0  # step counters: one kernel reads and writes them, another only reads them
+    counters = 2 * 4 * 3 if fused else 0  # step counters: one kernel reads and writes them, the other only reads them
     assert sum(kernel.bytes for kernel in kernels) == 4 * passes * (3 * 5 + 7) + counters
     assert len(kernels) == (2 if fused else 8)
 
@@ -135,7 +135,7 @@ def test_the_kernels_of_a_step_are_those_that_the_profiler_sees(step, monkeypatc
         hook.remove()
         torch.use_deterministic_algorithms(False)
     counted = Counter(kernel.name for kernel in step("baseline", cuda=False))
-    # Autograd accumulates two gradients in place, except for fake tensors, which the counter uses.
+    # Autograd accumulates two gradients in place, but not for the fake tensors that the counter uses.
     counted["aten::add"] += counted.pop("aten::add_")
     seen, others = Counter(), set()
     for event in profiler.events():
@@ -290,7 +290,7 @@ def test_the_picture_has_the_three_counts_of_every_rung_and_apart_from_them_what
 
 @pytest.mark.parametrize("number", EAGER + COMPILED)
 def test_the_committed_counts_match_the_scripts(number):
-    """A new count matches results/counts.json. Other torch versions skip this test: their counts may differ."""
+    """A new count matches results/counts.json. The test is skipped under a different torch version."""
     data = json.loads((ROOT / "results" / "counts.json").read_text())
     if data["torch"] != torch.__version__.partition("+")[0]:
         pytest.skip(f"counted with torch {data['torch']}")

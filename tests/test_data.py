@@ -11,7 +11,7 @@ from conftest import ROOT, RUNGS, TRAIN, load, since, versions
 
 BATCH, LENGTH = 3, 5
 LOADERS = versions("DataLoaderLite")
-ALL_LOADERS = versions("DataLoaderLite", among=list(RUNGS))  # train.py's loader is endless and holds out a tenth
+ALL_LOADERS = versions("DataLoaderLite", among=list(RUNGS))  # train.py's is endless and holds out a tenth of a text
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def test_the_machine_is_described_with_all_its_memory():
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Make NVML report two GPUs at 1234 MHz and the processes in `processes`. The second GPU is GPU-1234-5678."""
+    """Make NVML report two GPUs at 1234 MHz and the processes in `processes`. The second UUID is GPU-1234-5678."""
     state = SimpleNamespace(processes=[], used=2**30)
     for name, value in (
         ("nvmlInit", lambda: None),
@@ -132,7 +132,7 @@ def test_clock_and_power_are_read_from_the_measured_gpu(nvml):
     with made_up_gpu():
         gpu = gauge.find_gpu(machine.describe(torch.device("cuda"))["gpu_id"])
     assert gpu == "GPU-1234-5678" and gauge.find_gpu(None) is None
-    assert gauge.find_gpu(gauge.gpu_id(SimpleNamespace(uuid="of-a-MIG-slice"))) is None  # slices share a clock
+    assert gauge.find_gpu(gauge.gpu_id(SimpleNamespace(uuid="of-a-MIG-slice"))) is None  # MIG slices share a clock
     assert gauge.reading(gpu) == {"clock_mhz": 1234, "power_w": 457, "power_limit_w": 700, "temperature_c": None}
     assert gauge.reading(None) is None
 
@@ -216,7 +216,7 @@ def test_operations_of_a_cpu_are_grouped_by_the_time_spent_in_themselves():
         "matmul": 2.0,
         "attention": 0.5,
         "softmax and loss": 0.5,
-        "normalisation and element-wise": 0.25 + 0.5 + 1.0,  # 1.0 is the time spent in aten::linear itself
+        "normalisation and element-wise": 0.25 + 0.5 + 1.0,  # 1.0 is the self time of aten::linear
         "optimizer": 1.5,
         "copies": 0.25,
         "idle": 10 - 0.5 - 0.5 - 2 - 1 - 1.5 - 0.25 - 0.5 - 0.25,
@@ -384,7 +384,7 @@ def test_on_a_gpu_a_profile_finds_the_kernels_of_the_runs_before_it(gpu, monkeyp
         with made_up_gpu() if gpu else contextlib.nullcontext(), pytest.raises(SystemExit, match="at least 9 steps"):
             kernels.profile(str(tmp_path / "script.py"))
         assert cpp.enable_kernel_profile == (not gpu)
-        assert (torch._inductor.config.save_config_portable() == before) == gpu  # part of Inductor's cache key
+        assert (torch._inductor.config.save_config_portable() == before) == gpu  # it is part of Inductor's cache key
 
 
 @pytest.mark.slow

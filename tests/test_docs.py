@@ -241,7 +241,7 @@ def check_findings(page, script, name, data):
 
 
 def test_the_front_page_is_the_readme(soup):
-    """The front page has the README's headings, page links, tables and picture, in one or two widths."""
+    """The front page has the README's headings, page links and tables, and its picture in one or two widths."""
     page, readme = soup("index.html").select_one("article"), (ROOT / "README.md").read_text(encoding="utf-8")
     headings = [heading.find(string=True).strip() for heading in page.find_all("h2")]
     assert headings == [*re.findall(r"^## (.+)$", readme, re.MULTILINE), "On this site"]
@@ -389,7 +389,7 @@ def made_up(tmp_path_factory):
 
 
 def add_rung(root):
-    """Insert a rung before ddp_run.py as CONTRIBUTING.md describes. A result still compares ddp_run.py with rung 10."""
+    """Insert a rung before ddp_run.py as CONTRIBUTING.md describes. Results still compare ddp_run.py with rung 10."""
     ladder = (root / "ladder.toml").read_text(encoding="utf-8")
     row = '[[rung]]\nfile = "speedup_11_new.py"\ntitle = "New"\nidea = "new"\ntouches = []\nlimit = 0\n\n'
     parts = ladder.rpartition('[[rung]]\nfile = "ddp_run.py"')
@@ -490,7 +490,8 @@ def base(request, urls):
     return urls[request.param]
 
 
-# Storage, search and loading may differ between files and a server, so their tests use both. Others use files.
+# Storage, search and loading may behave differently from files than from a server, so their tests use both.
+# Other tests use files.
 from_both = pytest.mark.parametrize("base", ["file", "http"], indirect=True)
 
 
@@ -556,7 +557,7 @@ def test_axe_finds_no_serious_violation(browser, urls, scheme):
     with browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme=scheme) as context:
         page, found = context.new_page(), []
         sides = "index.html", "compare.html", "card.html", "mistakes.html"
-        for name in (*sides, RUNG_PAGES[6], SHOWN[-1]):  # a page of each kind
+        for name in (*sides, RUNG_PAGES[6], SHOWN[-1]):  # one page of each kind
             page.goto(urls["file"] + name)
             page.evaluate("for (const details of document.querySelectorAll('details')) details.open = true")
             page.wait_for_timeout(300)  # wait until the theme's colours have faded in
@@ -704,7 +705,7 @@ def test_search_finds_a_rung(tab, base, words, script):
 @browsing
 def test_any_two_scripts_can_be_compared(tab, base):
     tab.goto(base + "compare.html")
-    tab.locator("select[name=before]").select_option(docs.title(SCRIPTS[10]))  # the form must swap the two
+    tab.locator("select[name=before]").select_option(docs.title(SCRIPTS[10]))  # the form must swap the two scripts
     tab.locator("select[name=after]").select_option(docs.title(SCRIPTS[0]))
     tab.get_by_role("button", name="Compare").click()
     tab.wait_for_url(base + docs.pair_page("baseline.py", "speedup_10_fused_adamw.py"))
@@ -734,7 +735,7 @@ def test_paper_is_light(tab, base):
 
 @browsing
 def test_a_rung_is_handed_out_on_two_sheets(tab, base):
-    """A rung's page is printed on two sheets, without buttons, the docstring's diff and the exercise's answer."""
+    """A rung's page fits on two sheets when printed, without buttons, the docstring's diff or the exercise's answer."""
     tab.goto(base + docs.page("speedup_06_flash_attn.py"))
     sheets = len(re.findall(rb"/Type\s*/Page\b", tab.pdf(format="A4")))
     tab.emulate_media(media="print")

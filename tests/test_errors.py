@@ -124,7 +124,7 @@ def test_a_missing_file_in_a_process_of_its_own(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("script, B", [("baseline.py", 300), ("ddp_run.py", 40)])
 def test_out_of_memory_names_b_and_t_and_the_flags(script, B, tmp_path, run):
-    # In 6 GiB of address space, the process has no room for 5 GB of attention scores or 8 GB of logits.
+    # With 6 GiB of address space, the process cannot allocate 5 GB of attention scores or 8 GB of logits.
     shutil.copy(ROOT / "tests" / "offline" / "sitecustomize.py", tmp_path)
     limit = f"\nimport resource\nresource.setrlimit(resource.RLIMIT_AS, ({6 * 2**30}, {resource.RLIM_INFINITY}))\n"
     with (tmp_path / "sitecustomize.py").open("a") as file:

@@ -148,7 +148,7 @@ def test_text_ends_where_the_model_ends_it(write):
     model = uneven()
     first = likeliest(model, encode("O Romeo"), 20)[2:]
     place = next(i for i in range(2, 20) if first[i] not in first[:i])
-    weight = model.lm_head.weight.data  # swap a token with the end-of-text token
+    weight = model.lm_head.weight.data  # swap the weights of a token and the end-of-text token
     weight[[first[place], END]] = weight[[END, first[place]]]
     text = tiktoken.get_encoding("gpt2").decode([*encode("O Romeo"), *first[:place]])
     assert write(model, "--prompt", "O Romeo", "--tokens", 20, "--temperature", 0) == f"{text}\n"
@@ -168,7 +168,7 @@ def test_no_sample_is_a_row_of_padding(write):
 
 
 def test_each_option_of_sampling_has_its_effect(write):
-    """Each option at its limit gives the greedy text. Other values of the options and other seeds give other texts."""
+    """Each option near its limit gives the greedy text. Different values or seeds give different texts."""
     model, short = uneven(), ("--prompt", "O Romeo", "--tokens", 12)
     greedy = write(model, *short, "--temperature", 0)
     for option in (["--top-k", 1], ["--top-p", 1e-6], ["--temperature", 1e-3]):
@@ -240,5 +240,5 @@ def test_a_sample_is_what_its_seed_says():
     assert one.shape == (len(prompt) + 32,) and one[: len(prompt)].tolist() == prompt and one.max() < 50257
     # Each token must be among the model's 50 most likely tokens at that position.
     for i in range(len(prompt), len(one)):
-        assert one[i] in model(one[None, :i])[0, -1, :50257].topk(51).indices  # 51, as rounding may swap two tokens
+        assert one[i] in model(one[None, :i])[0, -1, :50257].topk(51).indices  # 51 because rounding may swap two tokens
     assert len(set(one[len(prompt) :].tolist())) > 5

@@ -15,7 +15,7 @@ def test_a_run_resumes_from_its_checkpoint(run, tmp_path, script, measured):
     words = script, "--steps", 6, "--total-batch-size", 8192, "--save-every", 4, "--checkpoint-dir", tmp_path
 
     def count():
-        """Return (the number of tokens read, AdamW's step counts). The integers reveal a lost step despite rounding."""
+        """Return (the number of tokens read, AdamW's step counts), which are integers without rounding errors."""
         saved = torch.load(tmp_path / "step_00000006.pt", map_location="cpu", weights_only=True)
         return saved["position"], {int(state["step"]) for state in saved["optim"]["state"].values()}
 

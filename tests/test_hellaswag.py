@@ -49,7 +49,7 @@ def scores(path, model):
 
 
 def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
-    """Hand-made examples get their known scores. This model prefers " cat" to " dog" by 1 nat, to others by 20."""
+    """Hand-made examples get the expected scores. The logit for " cat" is 1 above " dog" and 20 above the rest."""
     long = "A much longer context, which costs a lot"
     lines = [  # (example, whether the sum picks the right ending, whether the mean picks it)
         (example(["cat cat", "dog dog", "sun", "sun sun"], 0), True, True),
@@ -154,7 +154,10 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_checkpoint_a_folder_of_them_and_an_export_score_alike(run, trained, questions, tmp_path):
-    """hellaswag.py gives a folder, its checkpoint and its export the same score. Its run on the folder is compiled."""
+    """hellaswag.py computes the same score for a folder, its checkpoint and its export.
+
+    The run on the folder is compiled.
+    """
     assert run("pretrain/export_hf.py", trained, tmp_path / "model").returncode == 0
     lines = []
     for model, how in (trained, {}), (trained / "step_00000002.pt", EAGER), (tmp_path / "model", EAGER):

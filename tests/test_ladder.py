@@ -62,7 +62,7 @@ def name_of(node):
 
 
 def code(text):
-    """Return the code of each line without comments and white space."""
+    """Return the code of each line without comments or white space."""
     lines = [""] * len(text.splitlines())
     layout = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -139,7 +139,7 @@ MAIN = {"baseline.py": 45, "ddp_run.py": 90, LONG: 90, "branches/fsdp_run.py": 9
 
 @pytest.mark.parametrize("script", RUNGS)
 def test_main_tells_the_story_and_no_other_function_is_long(script):
-    """Functions do not exceed their line limits, and main() contains one check: that the loss is finite."""
+    """Functions do not exceed their line limits. The only check in main() is that the loss is finite."""
     tree = ast.parse(source(script))
     lines = {
         node.name: node.end_lineno - node.lineno + 1 for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
@@ -327,7 +327,7 @@ def test_a_script_is_short_and_runs_alone(script):
 def test_make_diff_shows_a_rung_in_colour_on_a_terminal(number, text):
     terminal, inside = pty.openpty()
     os.set_blocking(terminal, False)
-    with open(inside, "wb") as stdout:  # the terminal buffers 4 kB, so it is read below
+    with open(inside, "wb") as stdout:  # the terminal buffers only 4 kB, so the loop below reads it
         child = subprocess.Popen(["make", "--no-print-directory", f"diff-{number}"], cwd=ROOT, stdout=stdout)
     printed = b""
     while True:

@@ -92,9 +92,9 @@ def test_pretrain_runs_with_nothing_of_the_project_but_text_and_tokenizer(run, t
 
 
 def test_the_site_and_the_measuring_do_without_the_tests_and_the_folders_above_them(tmp_path):
-    """The site builds a diff without tests/, and the measuring programs start without docs/ and pretrain/ as well.
+    """The site builds a diff without tests/. The measuring programs start without tests/, docs/ and pretrain/.
 
-    For the diff, the test keeps the scripts that ladder.toml lists, which the site reads as text.
+    The test keeps the scripts that ladder.toml lists because the site reads them as text.
     """
     root = copy_project(tmp_path / "ladder")
     shutil.rmtree(root / "tests")
@@ -147,7 +147,7 @@ def test_no_file_is_a_symbolic_link(tracked):
 
 
 def texts(tracked):
-    """Yield (file, text) for hand-written files, and leave out results that programs wrote."""
+    """Yield (file, text) for hand-written files, excluding results that programs wrote."""
     for name in tracked:
         if name != "tests/test_layout.py" and name.endswith(
             (".py", ".schema.json", ".md", ".toml", ".sbatch", ".html", ".css", ".js", ".yml", "Makefile")

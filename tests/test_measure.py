@@ -217,7 +217,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def updates(run, small, tmp_path_factory):
     """Return a function that runs a script and returns its process.
 
-    `updates` of the process lists the optimizer's settings and the gradient norm for each step.
+    The process's `updates` attribute lists the optimizer's settings and the gradient norm for each step.
     """
     folder = tmp_path_factory.mktemp("updates")
     (folder / "updates.py").write_text(UPDATES)
@@ -299,7 +299,7 @@ def watched():
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peers_step_is_timed_with_its_batch(peer, watched):
     steps = "".join(f"{event} " for event in watched(peer)[0] if event != "compile").split("clock ")[1::2]
-    if peer == "trainer":  # it fetches one batch ahead, so the first step fetches two, and logs the run at the end
+    if peer == "trainer":  # it prefetches one batch, so the first step fetches two; at the end, it logs the run
         assert steps.pop() == "" and steps[0].startswith("next_batch ")
         steps[0] = steps[0].removeprefix("next_batch ")
     assert [sorted(step.split()) for step in steps] == 3 * [["backward", "forward", "next_batch", "step"]]
@@ -700,7 +700,7 @@ def test_another_gpu_torch_or_cuda_is_another_measurement(in_process, monkeypatc
         (13, {"ladder": 12, "profile": 1}),
         (28, {"ladder": 12, "profile": 12, "batches": 4}),
         (34, {"ladder": 12, "profile": 12, "batches": 6, "peers": 4}),
-        (38, {"ladder": 12, "profile": 15, "batches": 6, "peers": 5}),  # every second pass is in reverse order
+        (38, {"ladder": 12, "profile": 15, "batches": 6, "peers": 5}),  # every second pass reverses the order
         (53, {"ladder": 24, "profile": 15, "batches": 6, "peers": 8}),
     ],
 )

@@ -28,14 +28,14 @@ def looked_at(check):
     """Return the scripts with which a test is parametrized."""
     file, name = check.split("[")[0].split(".py::")
     for mark in getattr(importlib.import_module(file), name).pytestmark:
-        if mark.name == "parametrize" and mark.args[0].startswith("script"):  # or "script, case"
+        if mark.name == "parametrize" and mark.args[0].startswith("script"):  # "script" or "script, case"
             return {
                 script if isinstance(script, str) else getattr(script, "values", script)[0] for script in mark.args[1]
             }
 
 
 def places(mistake):
-    """Return the files to plant a mistake in, one for each group of scripts with identical edited definitions."""
+    """Return the files in which to plant a mistake: one per group of scripts whose edited definitions are identical."""
     file, check, edits = mistake["file"], mistake["check"], mistake["edits"]
     if "{script}" not in check:
         return [file]

@@ -30,7 +30,7 @@ def test_gpt2_has_the_published_number_of_parameters(script):
 
 
 def test_the_larger_models_are_the_published_ones():
-    """The larger models, tied and unpadded, have the published parameter counts and heads of 64 dimensions."""
+    """With tied weights and no padding, the larger models have the published parameter counts and heads of size 64."""
     module = load("speedup_01_weight_tying.py")
     published = {"gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
     for name, size in published.items():
@@ -65,7 +65,7 @@ def test_every_parameter_starts_as_the_contract_says(script):
         else:
             residual = name.endswith("c_proj.weight") and script in since(4)
             std = 0.02 / math.sqrt(2 * 2) if residual else 0.02
-            error = 4 / math.sqrt(2 * p.numel())  # four standard errors of a standard deviation
+            error = 4 / math.sqrt(2 * p.numel())  # four standard errors of the estimated standard deviation
             assert p.std().item() == pytest.approx(std, rel=error), name
             assert abs(p.mean().item()) < 4 * std / math.sqrt(p.numel()), name
 
@@ -107,7 +107,7 @@ def test_a_later_token_never_changes_an_earlier_logit(script):
 
 @pytest.mark.parametrize("script", since(6, 8))  # all versions of the model that use flash attention
 def test_flash_attention_is_given_no_matrix_of_tokens_by_tokens(script):
-    """Attention creates neither T × T scores nor a T × T mask. With a mask, a GPU would use a slower kernel."""
+    """Attention creates neither T × T scores nor a T × T mask. With a mask, PyTorch would use a slower kernel."""
     T, sizes = 256, []
 
     class Sizes(TorchDispatchMode):
@@ -137,7 +137,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_targets(script):
 
 @pytest.fixture(scope="module")
 def first_losses():
-    """Return a function that returns the first losses of rung 04 in float32 on the batches of the published curve."""
+    """Return a function that computes the first losses of rung 04 in float32 on the batches of the published curve."""
     module = load("speedup_04_residual_init.py")
     torch.manual_seed(1337)
     model = module.GPT(module.MODELS["gpt2"])
@@ -204,9 +204,9 @@ def test_the_padding_rows_are_the_mean_of_the_others(script, checkpoint):
 
 @pytest.mark.parametrize("script", LOADED)
 def test_the_loss_is_right_where_logits_are_far_below_zero_as_gpt2s_are(script, tmp_path, ids):
-    """The loss is right for logits as low as GPT-2's, -30 to -100.
+    """The loss is correct for logits as low as GPT-2's, which are between -30 and -100.
 
-    With such logits, padding rows of zeros would take nearly all the probability.
+    With such logits, padding rows of zeros would receive nearly all the probability.
     """
 
     def lower(model):
@@ -266,7 +266,7 @@ def test_weights_that_do_not_fit_are_one_clear_error(refused, tmp_path, checkpoi
     for number, config in enumerate(other):
         folder = save_gpt2(tmp_path / str(number), **config)[0]
         for script in ("baseline.py", "speedup_07_vocab_pad.py"):
-            words = "--init-from", folder, "--batch-size", 1, "--steps", 1  # a short run, in case it is not refused
+            words = "--init-from", folder, "--batch-size", 1, "--steps", 1  # keeps the test short if the run starts
             refused(script, *words, says=f"{folder}: not GPT-2 .*1024 positions, tied head")
     refused("baseline.py", "--init-from", ROOT / "tests", says=f"{ROOT / 'tests'}: ")
 

@@ -207,7 +207,7 @@ def test_fused_adamw_moves_the_weights_as_the_plain_one_does(steps):
 @pytest.mark.slow
 def test_ten_compiled_steps_match_eager(steps):
     def seen(name, p):
-        """Drop the bias of the keys. Softmax cancels it, but AdamW turns its gradient's rounding into full steps."""
+        """Drop the key bias. Softmax cancels it, but AdamW turns its gradient's rounding errors into full steps."""
         return torch.cat([p[:32], p[64:]]) if name.endswith("c_attn.bias") else p
 
     eager = steps(SCRIPTS[4], number=10, autocast=False)

@@ -141,7 +141,7 @@ def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path):
     args += ["--data", ROOT / "input.txt"]
     watch(TRAIN, *args, "--steps", 4, "--eval-every", 1, "--checkpoint-dir", tmp_path / "ck")
     assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 2
-    # A resumed run keeps the best loss so far, even if it evaluates at other steps than the previous run.
+    # A resumed run keeps the best loss so far, even if it evaluates at different steps.
     for steps, every, later, best in (5, 1, [7.1, 7.05], 2), (6, 1, [7.1, 6.9], 6), (8, 8, [6.9, 6.95], 6):
         losses = iter(later)
         words = "--steps", steps, "--eval-every", every, "--checkpoint-dir", tmp_path / "ck"
@@ -196,14 +196,14 @@ def test_a_run_that_begins_again_leaves_nothing_of_the_first_try(monkeypatch, tm
 
 @pytest.mark.parametrize("steps, warns", [(20, True), (21, False)])
 def test_a_run_that_is_all_warm_up_is_said_to_be(monkeypatch, capsys, steps, warns):
-    """The header warns if all steps are warm-up. With 715 warm-up steps, the rate of a 60-step run stays too low."""
+    """The header warns if all steps are warm-up. With 715 of them, a 60-step run's learning rate stays too low."""
     monkeypatch.setattr("sys.argv", ["train.py", "--device", "cpu", "--steps", str(steps), "--warmup-steps", "20"])
     train.print_header(train.parse_args(), nano(TRAIN), train.DataLoaderLite(ROOT / "README.md", 1, 8))
     assert ("all 20 steps are warm-up: --warmup-steps is 20" in capsys.readouterr().out.splitlines()) == warns
 
 
 class Alike(torch.nn.Module):
-    """A model that gives all tokens the same logit and the padded vocabulary ids a higher logit."""
+    """A model that assigns the same logit to all tokens and a higher logit to the padded vocabulary ids."""
 
     def __init__(self):
         super().__init__()
@@ -282,7 +282,7 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
 
 @pytest.mark.slow
 def test_two_ranks_find_what_one_finds(run, small, undisturbed, arguments):
-    """At step 0, two ranks with half the work each find the same loss, HellaSwag score and samples as one rank."""
+    """At step 0, two ranks that share the work compute the same loss, HellaSwag score and samples as one rank."""
     done = run(TRAIN, *arguments, "--steps", 1, torchrun=2, folder=small, **EAGER)
     assert done.returncode == 0, done.stderr
     one, two = (

@@ -79,7 +79,7 @@ def test_the_pages_and_their_figures_match_the_results(tmp_path):
         {path.name: path.read_bytes() for path in folder.glob("*.svg")} for folder in (images, ROOT / publish.IMAGES)
     )
     assert drawn.keys() == kept.keys()
-    if sys.version_info >= (3, 11):  # older Python versions use another matplotlib
+    if sys.version_info >= (3, 11):  # older Python versions use a different matplotlib version
         assert drawn == kept, "make figures"
 
 

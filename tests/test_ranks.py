@@ -73,7 +73,7 @@ def train_two_steps(rank, ranks, port, out, script, device, sizes):
         return clip(parameters, limit)
 
     def meet(backend):
-        """Give each run its own prefix. Otherwise, its ranks could find the addresses of the previous run."""
+        """Use a new store prefix for each run. Otherwise, ranks could find the addresses of the previous run."""
         begin(backend, store=dist.PrefixStore(f"run {len(found)}", store), rank=rank, world_size=ranks)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -182,7 +182,7 @@ def faulty(tmp_path, run, small):
     def with_fault(fault, *args, restarts=0):
         path = tmp_path / "faulty.py"
         path.write_text(FAULTY.format(fault=fault, script=str(small / LONG)))
-        # Otherwise, a restarted rank would find the address of the rank that it replaces (pytorch/pytorch#135712).
+        # Without this setting, a restarted rank would find the address of the failed rank (pytorch/pytorch#135712).
         environment = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return run(path, *SIZES, *args, torchrun=2, restarts=restarts, timeout=120, **environment)
 
@@ -202,7 +202,7 @@ def test_a_failing_rank_stops_the_others_and_is_named(faulty, tmp_path, fault, c
     assert done.returncode != 0
     lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in lines if str(tmp_path) in line]
-    # torchrun reports the earliest failure, to the second, as the root cause. It may be one that rank 1 caused.
+    # Failure times are in whole seconds, so torchrun's root cause may be a consequence of rank 1's failure.
     _, *failures = re.split(r"\n *\[\d\]:\n", done.stderr)
     failed = [failure for failure in failures if re.search(r"rank +: 1 ", failure)]
     assert len(failed) == 1 and cause in failed[0], done.stderr
@@ -243,7 +243,7 @@ def test_a_port_in_use_is_one_line(refused, monkeypatch):
 
 @pytest.mark.slow
 def test_ranks_with_different_folders_are_refused(run, small, tmp_path):
-    """A run on two machines without a shared disk is refused: rank 0 finds a checkpoint, but rank 1 finds none."""
+    """A run on two machines without a shared disk is rejected: rank 0 finds a checkpoint, but rank 1 finds none."""
     watch(LONG, *SIZES, "--steps", 2, "--checkpoint-dir", tmp_path / "0" / "saved")
     (tmp_path / "1").mkdir()
     script = tmp_path / "apart.py"
@@ -283,7 +283,7 @@ def test_torchrun_works_on_a_machine_that_does_not_know_its_own_name_if_told_its
 
 @pytest.fixture
 def agents(small, tmp_path):
-    """Return a function that simulates two machines: two torchrun processes with one rank each meet on a port."""
+    """Return a function that simulates two machines by two connected torchrun processes with one rank each."""
 
     def start(*args):
         port = free_port()
@@ -312,7 +312,7 @@ def test_two_machines_train_stop_and_resume_as_one(calm, agents, tmp_path):
     while not (tmp_path / "log.jsonl").exists() or (tmp_path / "log.jsonl").read_text().count("\n") < 4:
         assert time.monotonic() < patience
         time.sleep(0.1)
-    both[1].send_signal(signal.SIGTERM)  # stops one machine: both must finish the step and save it
+    both[1].send_signal(signal.SIGTERM)  # stops one machine: both must finish the step and save a checkpoint
     texts = [agent.communicate(timeout=120)[0] for agent in both]
     assert all(agent.returncode != 0 for agent in both), texts
     stopped = max(int(path.stem[5:]) for path in (tmp_path / "saved").glob("step_*.pt"))
@@ -443,7 +443,7 @@ def test_the_tolerance_of_a_gpu_lets_rounding_pass_and_no_lost_step(spoilt, lost
         kills.compare(spoilt(), spoilt(rounding=1e-6), exact=True)
     with pytest.raises(AssertionError, match="AdamW took .23. steps of 24"):
         kills.compare(spoilt(), spoilt(lost=lost), exact=False)
-    monkeypatch.setattr(kills, "int", lambda steps: 24, raising=False)  # hides the lost step from the count
+    monkeypatch.setattr(kills, "int", lambda steps: 24, raising=False)  # hides the lost step from the step count
     with pytest.raises(AssertionError, match="differ"):
         kills.compare(spoilt(), spoilt(lost=lost), exact=False)
 

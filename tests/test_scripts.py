@@ -26,7 +26,7 @@ ALONE = ["baseline.py", *COMPILED]
 
 
 def sizes(script):
-    """Return flags that shorten a run: fewer micro-steps, or a smaller batch in fp16, which a CPU emulates."""
+    """Return flags that shorten a run: fewer micro-steps, or a smaller batch in fp16, which is slow on a CPU."""
     if script == FP16:
         return ["--batch-size", 1, "--seq-len", 32]
     return ["--total-batch-size", 1024] * (script in since("ddp_run.py"))
@@ -132,7 +132,7 @@ def test_the_printed_lines_follow_the_contract(printed, script):
         times.append(ms)
     summary = SUMMARY.fullmatch(lines[STEPS])
     assert summary, lines[STEPS]
-    assert (summary["first"], summary["last"]) == ("2", "3")  # under 20 steps, the median skips the first half
+    assert (summary["first"], summary["last"]) == ("2", "3")  # in a run under 20 steps, the median skips the first half
     assert float(summary["ms"]) == pytest.approx(statistics.median(times[2:]), abs=0.02)
     assert float(summary["rate"].replace(",", "")) == pytest.approx(
         tokens / float(summary["ms"]) * 1000, rel=1e-3, abs=1

@@ -145,7 +145,7 @@ def precision_of(script):
 
 @pytest.mark.parametrize("script", LOOPS)
 def test_a_gpu_computes_in_the_fastest_type_that_it_has(script):
-    """A GPU uses TF32 and bf16 from compute capability 8.0 on. It does not use the slow deterministic kernels."""
+    """GPUs of compute capability 8.0 or higher use TF32 and bf16. No GPU uses the slow deterministic kernels."""
     for capability in V100, T4, A100, H100:
         ampere = capability >= A100
         tf32 = script in since(2, among=list(RUNGS)) and ampere
@@ -206,7 +206,7 @@ def test_the_summary_is_the_median_of_the_steady_steps(script, monkeypatch):
 def test_what_is_not_finite_ends_the_run_and_is_not_saved(script, what, tmp_path, monkeypatch, refused):
     def forward(model, *args):
         zero = 0 * model.lm_head.weight.sum()
-        return zero + math.inf if what == "loss" else zero.sqrt()  # its slope at 0 is infinite
+        return zero + math.inf if what == "loss" else zero.sqrt()  # the slope of sqrt at 0 is infinite
 
     monkeypatch.setattr(load(script).GPT, "forward", forward)
     words = ["--steps", 2, "--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md"]
@@ -243,7 +243,7 @@ def test_tokens_are_counted_per_second(script, recorded):
     for step, start, end in zip(steps, clock[::2], clock[1::2], strict=True):
         seconds, rate = float(step.printed["ms"]) / 1000, float(step.printed["rate"].replace(",", ""))
         assert seconds == pytest.approx(end - start, abs=1e-5)
-        assert rate == pytest.approx(tokens / seconds, rel=1e-2, abs=0.51)  # it is printed without decimals
+        assert rate == pytest.approx(tokens / seconds, rel=1e-2, abs=0.51)  # the rate is printed without decimals
 
 
 @pytest.mark.parametrize("script", LOOPS)
@@ -369,7 +369,7 @@ def test_micro_steps_add_up_to_the_gradient_of_the_whole_batch(script):
 
 @contextlib.contextmanager
 def rank(number, world_size=2):
-    """Make a script one of several ranks within this context. The others have the same values and respond at once."""
+    """Make a script one of several ranks within this context. The simulated ranks return the same values."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     begin, dist = torch.distributed.init_process_group, torch.distributed
@@ -444,7 +444,7 @@ def test_weights_are_saved_under_plain_names_by_several_ranks_too(script, tmp_pa
 
 @pytest.mark.parametrize("script", [script for script in RANKED if script in SAVING])
 def test_a_signal_to_one_rank_ends_all_in_the_same_step(script, tmp_path, monkeypatch):
-    """If another rank receives a signal, the all-reduce reports it to this rank, which ends in the same step."""
+    """A signal to a different rank reaches this rank through the all-reduce, and both end in the same step."""
     with rank(0), monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
         patch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.add_(not tensor.is_floating_point()))
         play(script, *SIZES, "--steps", 4, "--checkpoint-dir", tmp_path)
@@ -499,7 +499,7 @@ def test_a_gpu_that_is_full_from_the_start_is_out_of_memory(script, refused):
 
 @pytest.mark.parametrize("script", DDP)
 def test_gradients_travel_once_per_step_in_the_last_backward_pass(script, monkeypatch):
-    """DDP sends each gradient once per step, in the last backward pass. One rank is enough to observe this."""
+    """DDP all-reduces each gradient once per step, in the last backward pass. One rank is enough to test this."""
     seen, sent = [], []
 
     class Watched(DistributedDataParallel):
