@@ -6,7 +6,7 @@ TF32 as in float32 (156 and 19.5 TFLOP/s). The speed-up of a whole step is small
 spent moving data.
 
 When it does not help: GeForce RTX 30 and 40 GPUs may gain little. According to NVIDIA, their TF32 and float32 peaks are
-the same. This script prints a message and uses float32 on NVIDIA GPUs before compute capability 8.0, on Apple and Intel
+the same. This script prints a message and uses float32 on NVIDIA GPUs below compute capability 8.0, on Apple and Intel
 GPUs, and on CPUs.
 
     make diff-02    shows what this file changes

@@ -7,7 +7,7 @@ The matmul then reads and writes half as many bytes. According to NVIDIA's data 
 in bf16 as in TF32 (312 and 156 TFLOP/s). Weights, their gradients, the residual stream, LayerNorm and the loss stay in
 float32.
 
-When it does not help: NVIDIA GPUs before compute capability 8.0 and many CPUs only emulate bf16. This script uses bf16
+When it does not help: NVIDIA GPUs below compute capability 8.0 and many CPUs only emulate bf16. This script uses bf16
 on newer NVIDIA GPUs and on CPUs with AVX-512. On other devices, it prints a message and keeps the precision of rung 02.
 
     make diff-03    shows what this file changes

@@ -3,8 +3,8 @@
 fp16 has 10 mantissa bits, three more than bf16, but only 5 exponent bits. Its largest value is 65504, and its smallest
 positive value is 6e-8, so small gradients would become zero in the backward pass. The scaler therefore multiplies the
 loss by 65536 and later divides the weights' float32 gradients by the same factor. If a gradient overflows, the scaler
-skips the step and halves the factor (Micikevicius et al. 2018). Clipping (rung 08) is included to show where it
-belongs, which is after the division.
+skips the step and halves the factor (Micikevicius et al. 2018). Clipping (rung 08) is included because the order
+matters: it must follow the division.
 
 When it does not help: GPUs with bf16 do not need it. Their tensor cores are as fast in bf16 as in fp16, and bf16 needs
 no scaler.
