@@ -1,9 +1,9 @@
 """GPT-2 (124M) trained in plain float32: the start of the ladder.
 
 Nothing is optimized yet. Attention is a series of separate operations, weights and activations are float32, and AdamW
-uses PyTorch's defaults except for the learning rate. The output head has a matrix separate from the token embedding,
-so the model has 163M parameters. Before training, the loss is near 11, because a uniform guess over 50257 tokens has a
-loss of ln(50257) = 10.82.
+uses PyTorch's defaults except for the learning rate. The output head and the token embedding have separate matrices, so
+the model has 163M parameters. The loss starts near 11. For comparison, a uniform guess over 50257 tokens has a loss of
+ln(50257) = 10.82.
 
 Each speedup_NN_*.py is the previous script plus ONE idea for speed, memory or training quality.
 
@@ -260,7 +260,7 @@ def print_summary(times, tokens_per_step, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its message in one line, without a traceback."""
+    """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
 def exit_message(error):
@@ -270,11 +270,11 @@ def exit_message(error):
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # parsed again, to get B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

@@ -1,11 +1,11 @@
 """DDP (scale): training on 1, 2, 4 or 8 GPUs with half a million tokens per GPT-2 step.
 
-torchrun starts one process per GPU, called a rank, and each rank has the whole model. Half a million tokens do not fit
-on one GPU, so each rank accumulates gradients over several micro-batches of B * T tokens. An all-reduce then averages
-the gradients over the ranks: 498 MB for 124M float32 parameters. DDP overlaps the all-reduce with the last backward
-pass.
+torchrun starts one process per GPU, called a rank, and each rank has a full copy of the model. A batch of half a
+million tokens does not fit on one GPU, so each rank accumulates gradients over several micro-batches of B * T tokens.
+An all-reduce then averages the gradients (498 MB for 124M float32 parameters) over the ranks. DDP overlaps the
+all-reduce with the last backward pass.
 
-When it does not help: DDP gives no speed-up on one GPU, or over a slow link with a small total batch.
+When it does not help: DDP gives no speed-up on one GPU, or if the total batch is small and the interconnect is slow.
 
     torchrun --standalone --nproc_per_node=2 ddp_run.py    trains on two GPUs; python ddp_run.py trains on one
     make diff-ddp    shows what this file changes
@@ -95,10 +95,10 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter, which receives the sum of both gradients
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):  # in attention and in the MLP: both write to the residual stream
+            if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
                 p.data /= math.sqrt(2 * config.n_layer)
 
     def _init_weights(self, module):
@@ -117,7 +117,7 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self):
-        """Return fused AdamW. Weight decay applies to matrices (2-D), not to biases or LayerNorm. The loop sets lr."""
+        """Return fused AdamW, with weight decay only for matrices (2-D). The training loop sets the learning rate."""
         decay = [p for p in self.parameters() if p.dim() >= 2]
         no_decay = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
@@ -141,7 +141,7 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        wte = state["transformer.wte.weight"]  # pad with the mean: GPT-2's logits are negative, but zero rows give 0
+        wte = state["transformer.wte.weight"]  # zero rows would give logits of 0, above GPT-2's negative logits
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -263,7 +263,7 @@ def main():
         torch.get_device_module(device).set_device(device)  # this rank's GPU
         dist.init_process_group(dist.get_default_backend_for_device(device))
     model.to(device)
-    model.compile(mode=args.compile_mode)  # torch.compile, but in place; step 0 compiles
+    model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = model.configure_optimizers()
     if ddp:
@@ -332,7 +332,7 @@ def print_summary(times, tokens_per_step, device):
 
 
 def save_whole(path, contents=None):
-    """Save `contents` for torch.load(), in full or not at all. If None, only test the path. Raises UserError."""
+    """Save `contents` for torch.load(), in full or not at all. If it is None, only test the path. Raises UserError."""
     unfinished = Path(f"{path}.tmp")
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file")
@@ -348,7 +348,7 @@ def save_whole(path, contents=None):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its message in one line, without a traceback."""
+    """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
 def exit_message(error):
@@ -360,13 +360,13 @@ def exit_message(error):
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # from Gloo
         text = f"rank {os.environ['RANK']}: {text}; if another rank failed, read its error instead"
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

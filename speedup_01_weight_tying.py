@@ -95,7 +95,7 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter, which receives the sum of both gradients
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
@@ -260,7 +260,7 @@ def print_summary(times, tokens_per_step, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its message in one line, without a traceback."""
+    """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
 def exit_message(error):
@@ -270,11 +270,11 @@ def exit_message(error):
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # parsed again, to get B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

@@ -1,12 +1,12 @@
 """Rung 02, TF32 (speed): float32 matmuls run on tensor cores, the GPU's matrix-multiply units.
 
 TF32 keeps float32's 8 exponent bits and rounds its 23 mantissa bits to 10. Only the inputs of a matmul are rounded; the
-sums and all values in memory stay in float32. According to NVIDIA's data sheet, an A100 can multiply 8 times as fast in
-TF32 as in float32 (156 and 19.5 TFLOP/s). The speed-up of a whole step is smaller, because much of its time is spent on
-moving data.
+sums and all values in memory stay in float32. According to NVIDIA's data sheet, an A100's peak is 8 times as high in
+TF32 as in float32 (156 and 19.5 TFLOP/s). The speed-up of a whole step is smaller, because much of the step time is
+spent moving data.
 
 When it does not help: GeForce RTX 30 and 40 GPUs may gain little. According to NVIDIA, their TF32 and float32 peaks are
-the same. This script prints a message and uses float32 on NVIDIA GPUs before compute capability 8.0, on Apple and Intel
+the same. This script prints a message and uses float32 on NVIDIA GPUs below compute capability 8.0, on Apple and Intel
 GPUs, and on CPUs.
 
     make diff-02    shows what this file changes
@@ -97,7 +97,7 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter, which receives the sum of both gradients
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
@@ -266,7 +266,7 @@ def print_summary(times, tokens_per_step, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its message in one line, without a traceback."""
+    """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
 def exit_message(error):
@@ -276,11 +276,11 @@ def exit_message(error):
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # parsed again, to get B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

@@ -1,13 +1,13 @@
 """Rung 03, bf16 (speed): autocast runs the matmuls in bfloat16.
 
-A bfloat16 number is the upper half of a float32: it keeps all 8 exponent bits, but only 7 of the 23 mantissa bits. Its
-range equals the range of float32, so small gradients do not become zero, as they can in float16. Autocast gives each
-matmul bf16 copies of its inputs. A separate kernel makes each copy, until rung 05 fuses most of these kernels. The
-matmul then reads and writes half as many bytes, and tensor cores multiply bf16 twice as fast as TF32: 312 and 156
-TFLOP/s on an A100, according to its data sheet. Weights, their gradients, the residual stream, LayerNorm and the loss
-stay in float32.
+A bfloat16 number is the upper half of a float32: it keeps all 8 exponent bits, but only 7 of the 23 mantissa bits. It
+therefore covers the range of float32, whereas small gradients can become zero in float16. Autocast gives each matmul
+bf16 copies of its inputs. A separate kernel makes each copy; from rung 05 on, the compiler fuses most of these kernels.
+The matmul then reads and writes half as many bytes. According to NVIDIA's data sheet, an A100's peak is twice as high
+in bf16 as in TF32 (312 and 156 TFLOP/s). Weights, their gradients, the residual stream, LayerNorm and the loss stay in
+float32.
 
-When it does not help: NVIDIA GPUs before compute capability 8.0 and many CPUs only emulate bf16. This script uses bf16
+When it does not help: NVIDIA GPUs below compute capability 8.0 and many CPUs only emulate bf16. This script uses bf16
 on newer NVIDIA GPUs and on CPUs with AVX-512. On other devices, it prints a message and keeps the precision of rung 02.
 
     make diff-03    shows what this file changes
@@ -98,7 +98,7 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter, which receives the sum of both gradients
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
@@ -271,7 +271,7 @@ def print_summary(times, tokens_per_step, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its message in one line, without a traceback."""
+    """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
 def exit_message(error):
@@ -281,11 +281,11 @@ def exit_message(error):
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # parsed again, to get B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

@@ -7,7 +7,7 @@ overhead. The forward and the backward pass are compiled; the optimizer still ru
 compiler on a CPU, or a C compiler on an NVIDIA GPU. --compile-mode reduce-overhead records the kernels as a CUDA graph
 and replays them without Python; max-autotune also times several kernels for each matmul.
 
-When it does not help: it slows down short runs, because step 0 waits for the compiler.
+When it does not help: it slows down short runs, because step 0 includes compilation.
 
     make diff-05    shows what this file changes
 """
@@ -97,10 +97,10 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter, which receives the sum of both gradients
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):  # in attention and in the MLP: both write to the residual stream
+            if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
                 p.data /= math.sqrt(2 * config.n_layer)
 
     def _init_weights(self, module):
@@ -223,7 +223,7 @@ def main():
     print_header(args, model, loader)
 
     model.to(device)
-    model.compile(mode=args.compile_mode)  # torch.compile, but in place; step 0 compiles
+    model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     times = []  # seconds per step
@@ -276,7 +276,7 @@ def print_summary(times, tokens_per_step, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its message in one line, without a traceback."""
+    """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
 def exit_message(error):
@@ -288,11 +288,11 @@ def exit_message(error):
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

@@ -5,10 +5,10 @@ T 1024, one bf16 copy of the scores takes 101 MB per layer. The fused kernel (Fl
 the scores tile by tile and keeps each tile on the chip. It keeps a running maximum and a running sum for each row, so
 the softmax is exact. scaled_dot_product_attention divides by sqrt(head_size) itself, and is_causal=True replaces the
 mask and skips tiles above the diagonal. The scores are not stored for the backward pass, which recomputes them. This
-also lowers peak memory, and the recomputation takes less time than the memory traffic that it saves.
+also lowers peak memory, and recomputing the scores takes less time than writing and reading them would.
 
-When it does not help: it gains little on short sequences. The number of scores grows with T * T, but other activations
-grow only with T, so the scores are a small fraction of the memory traffic at a small T.
+When it does not help: it gains little on short sequences. The number of scores grows with T * T, but the remaining
+activations grow only with T, so the scores are a small fraction of the memory traffic at a small T.
 
     make diff-06    shows what this file changes
 """
@@ -94,10 +94,10 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter, which receives the sum of both gradients
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):  # in attention and in the MLP: both write to the residual stream
+            if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
                 p.data /= math.sqrt(2 * config.n_layer)
 
     def _init_weights(self, module):
@@ -220,7 +220,7 @@ def main():
     print_header(args, model, loader)
 
     model.to(device)
-    model.compile(mode=args.compile_mode)  # torch.compile, but in place; step 0 compiles
+    model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     times = []  # seconds per step
@@ -273,7 +273,7 @@ def print_summary(times, tokens_per_step, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its message in one line, without a traceback."""
+    """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
 def exit_message(error):
@@ -285,11 +285,11 @@ def exit_message(error):
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

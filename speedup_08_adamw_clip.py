@@ -1,13 +1,13 @@
 """Rung 08, beta2 and clipping (quality): AdamW adapts sooner, and one bad batch does less harm.
 
 Both settings are from GPT-3 (Brown et al. 2020, appendix B) and prepare for the higher learning rate of rung 09. AdamW
-divides each update by the square root of an average of squared gradients. With decay beta2, this average covers about
-1 / (1 - beta2) steps: 1000 at PyTorch's default of 0.999, but only 20 at 0.95. With the shorter average, AdamW adapts
-sooner when gradients change. Clipping treats all gradients as one vector and scales it down to a norm of 1.0 if its
-norm is larger. This limits how much one batch can change AdamW's moments. The script prints the norm before clipping;
-with nano on a CPU, the norm exceeds 1.0 in all 50 steps.
+divides each update by the square root of a moving average of squared gradients. With decay beta2, this average covers
+about 1 / (1 - beta2) steps: 1000 at PyTorch's default of 0.999, but only 20 at 0.95. With the shorter average, AdamW
+adapts sooner when gradients change. Clipping treats all gradients as one vector and scales it down to a norm of 1.0 if
+its norm is larger. This limits how much one batch can change AdamW's moments. The script prints the norm before
+clipping; with nano on a CPU, the norm exceeds 1.0 in all 50 steps.
 
-When it does not help: it does not make steps faster, and clipping adds two passes over the gradients.
+When it does not help: it does not speed up training, and clipping adds two passes over the gradients.
 
     make diff-08    shows what this file changes
 """
@@ -93,10 +93,10 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter, which receives the sum of both gradients
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):  # in attention and in the MLP: both write to the residual stream
+            if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
                 p.data /= math.sqrt(2 * config.n_layer)
 
     def _init_weights(self, module):
@@ -132,7 +132,7 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        wte = state["transformer.wte.weight"]  # pad with the mean: GPT-2's logits are negative, but zero rows give 0
+        wte = state["transformer.wte.weight"]  # zero rows would give logits of 0, above GPT-2's negative logits
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -222,7 +222,7 @@ def main():
     print_header(args, model, loader)
 
     model.to(device)
-    model.compile(mode=args.compile_mode)  # torch.compile, but in place; step 0 compiles
+    model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95))  # by default, beta2 is 0.999
     times = []  # seconds per step
@@ -276,7 +276,7 @@ def print_summary(times, tokens_per_step, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its message in one line, without a traceback."""
+    """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
 def exit_message(error):
@@ -288,11 +288,11 @@ def exit_message(error):
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

@@ -1,10 +1,9 @@
 """Rung 10, fused AdamW (speed): one pass over memory updates every weight; weight-decay groups are for quality.
 
-fused=True is for speed. By default, AdamW on a GPU runs a kernel for each operation of its formula, with 20 memory
-accesses per weight in total. The fused kernel needs 7: it reads the weight, the gradient and AdamW's two moments, and
-writes the weight and the moments. For 124M float32 weights, that is 3.5 GB instead of 10 GB. The parameter groups are
-for quality: matrices use GPT-3's weight decay of 0.1 instead of PyTorch's default of 0.01, and biases and LayerNorm
-use none.
+fused=True is for speed. By default, AdamW on a GPU runs one kernel per operation of its formula, with 20 memory
+accesses per weight. The fused kernel needs 7: it reads the weight, the gradient and AdamW's two moments, and writes the
+weight and the moments. For 124M float32 weights, that is 3.5 GB instead of 10 GB. The parameter groups are for quality:
+matrices use GPT-3's weight decay of 0.1 instead of PyTorch's default of 0.01, and biases and LayerNorm use none.
 
 When it does not help: with a large batch, the optimizer takes only a small fraction of the step time. Weight decay
 matters only in long runs.
@@ -93,10 +92,10 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter, which receives the sum of both gradients
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):  # in attention and in the MLP: both write to the residual stream
+            if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
                 p.data /= math.sqrt(2 * config.n_layer)
 
     def _init_weights(self, module):
@@ -115,7 +114,7 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self):
-        """Return fused AdamW. Weight decay applies to matrices (2-D), not to biases or LayerNorm. The loop sets lr."""
+        """Return fused AdamW, with weight decay only for matrices (2-D). The training loop sets the learning rate."""
         decay = [p for p in self.parameters() if p.dim() >= 2]
         no_decay = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
@@ -139,7 +138,7 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        wte = state["transformer.wte.weight"]  # pad with the mean: GPT-2's logits are negative, but zero rows give 0
+        wte = state["transformer.wte.weight"]  # zero rows would give logits of 0, above GPT-2's negative logits
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -237,7 +236,7 @@ def main():
     print_header(args, model, loader)
 
     model.to(device)
-    model.compile(mode=args.compile_mode)  # torch.compile, but in place; step 0 compiles
+    model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = model.configure_optimizers()
     times = []  # seconds per step
@@ -294,7 +293,7 @@ def print_summary(times, tokens_per_step, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its message in one line, without a traceback."""
+    """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
 def exit_message(error):
@@ -306,11 +305,11 @@ def exit_message(error):
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

@@ -3,8 +3,8 @@
 fp16 has 10 mantissa bits, three more than bf16, but only 5 exponent bits. Its largest value is 65504, and its smallest
 positive value is 6e-8, so small gradients would become zero in the backward pass. The scaler therefore multiplies the
 loss by 65536 and later divides the weights' float32 gradients by the same factor. If a gradient overflows, the scaler
-skips the step and halves the factor (Micikevicius et al. 2018). Clipping, the idea of rung 08, is included because it
-must follow the division.
+skips the step and halves the factor (Micikevicius et al. 2018). Clipping (rung 08) is included because the order
+matters: it must follow the division.
 
 When it does not help: GPUs with bf16 do not need it. Their tensor cores are as fast in bf16 as in fp16, and bf16 needs
 no scaler.
@@ -97,7 +97,7 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter, which receives the sum of both gradients
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
@@ -275,7 +275,7 @@ def print_summary(times, tokens_per_step, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its message in one line, without a traceback."""
+    """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
 def exit_message(error):
@@ -285,11 +285,11 @@ def exit_message(error):
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # parsed again, to get B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

@@ -1,4 +1,4 @@
-"""Code shared by sample.py, hellaswag.py and export_hf.py: loading a model and parsing their common options."""
+"""Load a model and parse the common options, for sample.py, hellaswag.py and export_hf.py."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 def config_of(state):
     """Return the GPTConfig that fits a state dict. Raises KeyError if the state dict is not from a GPT.
 
-    The shapes do not determine the number of heads, so it is taken from the entry of MODELS with the same n_embd. For
+    The shapes do not determine the number of heads, which is taken from the entry of MODELS with the same n_embd. For
     any other n_embd, the head size is 64, as in all GPT-2 models.
     """
     n_embd = state["transformer.wte.weight"].size(1)
@@ -22,9 +22,9 @@ def config_of(state):
 def load_model(source, device="cpu"):
     """Return a GPT in float32 with its vocabulary padded to 50304 tokens.
 
-    `source` is a checkpoint, a file written by --save, GPT-2's weights, or a folder of checkpoints. From a folder, the
-    newest checkpoint is loaded, or best.pt if the folder has no other checkpoint. Raises ValueError with a one-line
-    message if the model or the device is not available.
+    `source` is a checkpoint, a file written by --save, GPT-2 weights in Hugging Face format, or a folder of
+    checkpoints. In the last case, load the newest checkpoint, or best.pt if the folder has no other. Raises ValueError
+    with a one-line message if the model cannot be loaded or the device is missing.
     """
     try:
         torch.zeros(1, device=device)
@@ -45,7 +45,7 @@ def load_model(source, device="cpu"):
         return model.eval().to(device)
     except (AttributeError, KeyError) as error:
         raise ValueError(f"{source} does not contain the weights of a GPT: {error!r}") from None
-    except Exception as error:  # a damaged file can raise many exception types
+    except Exception as error:  # torch.load raises many exception types for a damaged file
         name = "" if isinstance(error, long_run.UserError) else f"{source}: "
         raise ValueError(name + " ".join(str(error).split())[:300]) from None
 

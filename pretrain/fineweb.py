@@ -4,13 +4,13 @@
     python pretrain/fineweb.py --out shards *.parquet   reads your own files and writes to the folder shards
 
 Your own files can be .parquet or .jsonl with a column "text", or .txt with one document each. <|endoftext|> precedes
-each document, and a document may continue in the next shard. If a run is killed, enter the same command again to
-continue it.
+each document, and a document may continue in the next shard. If a run is killed, run the same command again to
+continue.
 
 Shards have llm.c's format (https://github.com/karpathy/llm.c): a header of 256 int32 values, then the tokens as uint16.
 Both are little-endian. The header begins with the magic number 20240520, the version number 1 and the number of tokens.
-The first shard is named *_val_* and is for validation. The others are named *_train_*. Each shard has a .sha256 file
-with its checksum in the format of sha256sum.
+The first shard is named *_val_* and is for validation. The remaining shards are named *_train_*. A .sha256 file next to
+each shard stores its checksum in sha256sum's format.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class DataError(ValueError):
 
 
 class Shard:
-    """A file of tokens: len(shard), shard[start:end] -> uint16. Raises DataError if damaged or not a shard."""
+    """A file of tokens: len(shard), shard[start:end] -> uint16. Raises DataError if it is damaged or not a shard."""
 
     def __init__(self, path):
         self.path = Path(path)
@@ -62,7 +62,7 @@ class Shard:
 
     @cached_property
     def tokens(self):
-        """The memory-mapped tokens. They are checked on first use, because checking all shards would read 20 GB."""
+        """The memory-mapped tokens. They are checked on first use, because checking all at once would read 20 GB."""
         checksum = Path(f"{self.path}.sha256")
         digest = hashlib.sha256(np.memmap(self.path, mode="r")).hexdigest() if checksum.exists() else None
         if digest and checksum.read_text(errors="replace").lower().split()[:1] != [digest]:
@@ -74,7 +74,7 @@ class Shard:
 
 
 def read_shards(folder):
-    """Return (first validation shard, all training shards) of a folder, by file name. Raises DataError."""
+    """Return (first validation shard, all training shards) of a folder, sorted by file name. Raises DataError."""
     shards = {"val": [], "train": [], "other": []}
     for path in sorted(Path(folder).glob("*.bin")):
         kind = re.search(r"_(val|train)[_.]", path.name)
@@ -139,7 +139,7 @@ def open_rows(files, columns, dataset=None, **config):
         dataset, config = BUILDERS.get(Path(files[0]).suffix, "json"), {"data_files": names, "split": "train"}
     try:
         return load_dataset(dataset, streaming=True, **config).select_columns(columns)
-    except Exception as error:  # the hub, the network and the library raise many exception types
+    except Exception as error:  # load_dataset raises many exception types
         if files:
             raise
         hint = "without a network, give local files (the dataset's own files work unchanged)"
@@ -169,7 +169,7 @@ def tokenized(texts, column):
 
 
 def write(args, done):
-    """Write the shards that are missing in `done`, and update progress.json. Raises OSError, ValueError."""
+    """Write the shards that `done` does not record yet, and update progress.json. Raises OSError, ValueError."""
     texts = open_rows(args.files, [args.column], args.dataset, name=args.name, split="train")
     if done["before"]:
         texts.load_state_dict(done["before"])
@@ -201,7 +201,7 @@ def write(args, done):
 
 
 def begin(args):
-    """Return the progress of the run in args.out. Raises OSError, or ValueError if another command wrote the folder."""
+    """Return the progress of the run in args.out. Raises OSError, or ValueError if a different command wrote it."""
     source = vars(args) | {"out": None, "files": [[file, os.path.getsize(file)] for file in args.files]}
     done = {"source": source, "shards": 0, "tokens": 0, "before": None, "skip": 0, "end": False}
     shards, progress = [Shard(path) for path in sorted(args.out.glob("*.bin"))], args.out / "progress.json"
@@ -210,7 +210,7 @@ def begin(args):
         if not isinstance(theirs, dict) or theirs.keys() != done.keys() or theirs["source"] != source:
             raise ValueError("its progress.json is from other files or settings: use another folder")
         for number in range(theirs["shards"]):
-            Shard(shard_path(args.out, number))  # raises OSError if it is missing: one shard cannot be recreated
+            Shard(shard_path(args.out, number))  # raises OSError if missing, because a single shard cannot be recreated
         return theirs
     if shards:
         raise ValueError("it contains shards from another source: use another folder")
@@ -245,7 +245,7 @@ def main():
     try:
         if not done["end"]:
             write(args, done)
-    except Exception as error:  # the hub, the files and the libraries raise many exception types
+    except Exception as error:  # the hub and the libraries raise many exception types
         if not any(args.out.glob("*.bin")):
             (args.out / "progress.json").unlink()
             with contextlib.suppress(OSError):

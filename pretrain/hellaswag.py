@@ -4,8 +4,8 @@
     python pretrain/hellaswag.py checkpoints        evaluates the newest checkpoint in a folder, or a .pt file
     python pretrain/hellaswag.py gpt2 --data FILE   reads the public hellaswag_val.jsonl instead of the hub's copy
 
-The evaluation uses completion style: each text is the context, a space and the ending; nothing else is added or
-removed. The score of an ending is the sum of its tokens' log-likelihoods (acc) or their mean (acc_norm).
+The evaluation uses completion style: each text is the unmodified context, a space and the unmodified ending. The score
+of an ending is the sum of its tokens' log-likelihoods (acc) or their mean (acc_norm).
 """
 
 import os
@@ -36,7 +36,7 @@ def read_examples(source):
             if len(endings) != 4 or label not in range(4) or max(map(len, endings)) > 1023:
                 raise ValueError(f"{len(endings)} endings, label {label}, tokens {[*map(len, endings)]}")
             examples.append((encode(row["ctx"]) or [50256], endings, label))
-    except Exception as error:  # the library raises many exception types
+    except Exception as error:  # the datasets library raises many exception types
         where = "" if isinstance(error, (DataError, OSError)) else f"after {len(examples)} examples: "
         raise DataError(f"HellaSwag, {source}: {where}{' '.join(str(error).split())[:300] or 'it is empty'}") from None
     if not examples:
@@ -53,9 +53,9 @@ def negative_log_likelihood(model, idx, targets):
 
 @torch.no_grad()
 def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
-    """Return (right by sum, right by mean, total) counts for this rank's examples, every world_size-th one.
+    """Return (right by sum, right by mean, total) counts for this rank, which evaluates every world_size-th example.
 
-    torch.compile compiles only once, because all batches have the same shape: each row fits the longest text, and a
+    torch.compile compiles only once, because all batches have the same shape. Each row fits the longest text, and a
     batch has about `batch_tokens` tokens.
     """
     if not examples:

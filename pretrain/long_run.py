@@ -1,11 +1,11 @@
 """A long unattended run: ddp_run.py plus checkpoints, --resume, signal handling and a log.
 
-If a run is killed, --resume continues from its newest checkpoint with the same losses as an uninterrupted run. On a CPU
-with one or two ranks, the losses match to the last digit. A checkpoint contains the step, the position in the text, and
-three float32 numbers per parameter: its weight and AdamW's two moments. With 124M parameters, it takes 1.5 GB. After
-SIGINT or SIGTERM, a run with checkpoints finishes the current step, saves a checkpoint and exits.
+If a run is killed, --resume continues from its newest checkpoint. On a CPU with one or two ranks, the losses then match
+an uninterrupted run to the last digit. A checkpoint contains the step, the position in the text, and three float32
+numbers per parameter: its weight and AdamW's two moments. With 124M parameters, a checkpoint takes 1.5 GB. After SIGINT
+or SIGTERM, a run with checkpoints finishes the current step, saves a checkpoint and exits.
 
-When it does not help: it does not make steps faster, and a run of a few minutes is easy to start again.
+When it does not help: it does not speed up training, and a run of a few minutes is easy to start again.
 
     torchrun --standalone --nproc_per_node=2 pretrain/long_run.py --steps 5000 --checkpoint-dir runs/a --resume
     make diff-long    shows what this file changes
@@ -98,10 +98,10 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter, which receives the sum of both gradients
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):  # in attention and in the MLP: both write to the residual stream
+            if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
                 p.data /= math.sqrt(2 * config.n_layer)
 
     def _init_weights(self, module):
@@ -120,7 +120,7 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self):
-        """Return fused AdamW. Weight decay applies to matrices (2-D), not to biases or LayerNorm. The loop sets lr."""
+        """Return fused AdamW, with weight decay only for matrices (2-D). The training loop sets the learning rate."""
         decay = [p for p in self.parameters() if p.dim() >= 2]
         no_decay = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
@@ -144,7 +144,7 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        wte = state["transformer.wte.weight"]  # pad with the mean: GPT-2's logits are negative, but zero rows give 0
+        wte = state["transformer.wte.weight"]  # zero rows would give logits of 0, above GPT-2's negative logits
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -273,7 +273,7 @@ def main():
         torch.get_device_module(device).set_device(device)  # this rank's GPU
         dist.init_process_group(dist.get_default_backend_for_device(device))
     model.to(device)
-    model.compile(mode=args.compile_mode)  # torch.compile, but in place; step 0 compiles
+    model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = model.configure_optimizers()
     if ddp:
@@ -356,7 +356,7 @@ def print_summary(times, tokens_per_step, device, start):
 
 
 def save_whole(path, contents=None):
-    """Save `contents` for torch.load(), in full or not at all. If None, only test the path. Raises UserError."""
+    """Save `contents` for torch.load(), in full or not at all. If it is None, only test the path. Raises UserError."""
     unfinished = Path(f"{path}.tmp")
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file")
@@ -387,7 +387,7 @@ def resume(args, task, model, optimizer, loader):
         if len(set(steps)) > 1:
             raise UserError(f"the ranks do not see the same {folder}: they would resume at steps {steps}")
     if folder and not run["step"] and args.rank == 0:
-        save_whole(folder / "step_00000000.pt", run)  # no weights yet; if the run is killed, this identifies its log
+        save_whole(folder / "step_00000000.pt", run)  # no weights yet; after a kill, this file identifies the log
     if run["step"]:  # a model with dropout would also need the random generators' states
         set_state_dict(model, optimizer, model_state_dict=run.pop("model"), optim_state_dict=run.pop("optim"))
         loader.position = run["position"]
@@ -404,8 +404,8 @@ def load_checkpoint(folder):
     paths = sorted(folder.glob("step_????????.pt"), reverse=True)
     for path in paths:
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)  # weights_only: the file cannot run code
-        except Exception as error:  # a damaged file can raise many exception types
+            return torch.load(path, map_location="cpu", weights_only=True)  # weights_only prevents code execution
+        except Exception as error:  # torch.load raises many exception types for a damaged file
             print(f"{path} cannot be read: {repr(error)[:200]}", file=sys.stderr)
     if paths:
         raise UserError(f"no checkpoint in {folder} can be read")
@@ -416,7 +416,7 @@ def save_checkpoint(args, run, model, optimizer, log):
     weights, moments = get_state_dict(model, optimizer)
     if args.rank == 0:
         if args.log_file:
-            os.fsync(log.fileno())  # otherwise, a power cut could leave it shorter than recorded
+            os.fsync(log.fileno())  # otherwise, a power cut could leave the log shorter than recorded
             run["log"] = log.tell()
         path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
         save_whole(path, run | {"model": weights, "optim": moments})
@@ -427,7 +427,7 @@ def save_checkpoint(args, run, model, optimizer, log):
 
 
 def open_log(args, run):
-    """Open the log, truncated to its length at the checkpoint. Raises OSError, or UserError for another run's log."""
+    """Return the log, truncated to its length at the checkpoint. Raises OSError, or UserError for another run's log."""
     if not args.log_file or args.rank > 0:
         return open(os.devnull, "w")
     log = open(args.log_file, "a+", buffering=1, errors="replace")
@@ -450,7 +450,7 @@ def told_to_stop(signals, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its message in one line, without a traceback."""
+    """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
 def exit_message(error):
@@ -462,13 +462,13 @@ def exit_message(error):
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # from Gloo
         text = f"rank {os.environ['RANK']}: {text}; if another rank failed, read its error instead"
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 

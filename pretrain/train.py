@@ -1,9 +1,9 @@
 """Pre-training: long_run.py on shards of tokens, with validation, samples and HellaSwag during training.
 
 Each of these three evaluations runs forward passes of one fixed shape, so it can use the compiled model. Shorter inputs
-are padded, which does not change the results, because no token attends to later tokens. The work of each evaluation is
-split among the ranks. With --checkpoint-dir, the script saves a checkpoint before each evaluation after step 0. If you
-resume from this checkpoint, the evaluation runs again. The defaults are the recipe for GPT-2 124M on 10B tokens.
+are padded at the end. This does not change the results, because no token attends to later tokens. Each evaluation is
+split among the ranks. With --checkpoint-dir, the script saves a checkpoint before each evaluation except the one at
+step 0. Resuming from this checkpoint repeats the evaluation. The defaults are the recipe for GPT-2 124M on 10B tokens.
 
 When it does not help: it is unsuitable for measuring speed, because the printed step times exclude the evaluations.
 
@@ -100,10 +100,10 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one parameter, which receives the sum of both gradients
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):  # in attention and in the MLP: both write to the residual stream
+            if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
                 p.data /= math.sqrt(2 * config.n_layer)
 
     def _init_weights(self, module):
@@ -122,7 +122,7 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self):
-        """Return fused AdamW. Weight decay applies to matrices (2-D), not to biases or LayerNorm. The loop sets lr."""
+        """Return fused AdamW, with weight decay only for matrices (2-D). The training loop sets the learning rate."""
         decay = [p for p in self.parameters() if p.dim() >= 2]
         no_decay = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
@@ -146,7 +146,7 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        wte = state["transformer.wte.weight"]  # pad with the mean: GPT-2's logits are negative, but zero rows give 0
+        wte = state["transformer.wte.weight"]  # zero rows would give logits of 0, above GPT-2's negative logits
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -193,7 +193,7 @@ class DataLoaderLite:
             raise UserError(f"{path}: {len(self.validation)} tokens for validation, but T {self.T} needs {self.T + 1}")
 
     def read(self, start, n):
-        """Return n tokens (n,) from position `start` of an endless stream. Each epoch shuffles the shards differently.
+        """Return n tokens (n,) from position `start` of an endless stream. The shard order differs between epochs.
 
         Raises DataError for a damaged shard.
         """
@@ -215,7 +215,7 @@ class DataLoaderLite:
 
 
 def validate(model, loader, device, limit):
-    """Return the summed cross-entropy and token count of this rank's share of the first `limit` held-out tokens."""
+    """Return (summed cross-entropy, token count) for this rank's share of the first `limit` held-out tokens."""
     B, T, total, count = loader.B, loader.T, 0.0, 0
     sequences = min(len(loader.validation) - 1, limit) // T
     for first in range(loader.rank * B, sequences, loader.world_size * B):
@@ -233,7 +233,7 @@ def generate(model, prompt, seed, device):
     idx = torch.tensor([prompt + [0] * 32])  # (1, T), the same shape in every pass
     generator = torch.Generator().manual_seed(seed % 2**64)
     for i in range(len(prompt), idx.size(1)):
-        logits = model(idx.to(device))[0, i - 1, :50257]  # (50257,), without padding; zeros from i on have no effect
+        logits = model(idx.to(device))[0, i - 1, :50257]  # (50257,), without padded ids; zeros from i on have no effect
         weights, tokens = (t.cpu() for t in logits.float().softmax(dim=-1).topk(50))
         idx[0, i] = tokens[torch.multinomial(weights, 1, generator=generator)]
     return idx[0]
@@ -251,7 +251,7 @@ def evaluate(model, loader, examples, prompt, seed, device, limit):
         mine, parts = parts[0], [None] * world_size
         dist.all_gather_object(parts, mine)
     losses, counts, right, seen, samples = zip(*parts, strict=True)
-    samples = [samples[i % world_size][i // world_size] for i in range(4)]  # rank r made r, r + world_size, ...
+    samples = [samples[i % world_size][i // world_size] for i in range(4)]  # rank r made samples r, r + world_size, ...
     accuracy, seconds = sum(right) / sum(seen) if examples else None, time.perf_counter() - start
     return {"val_loss": sum(losses) / sum(counts), "hellaswag": accuracy, "samples": samples, "eval_sec": seconds}
 
@@ -274,10 +274,10 @@ def parse_args():
     weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
     parser.add_argument("--batch-size", type=int, default=4, help="B, sequences per batch, default 4")
     parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
-    parser.add_argument("--steps", type=int, default=19073, help="default 19073: 10B tokens")
+    parser.add_argument("--steps", type=int, default=19073, help="default 19073, for 10B tokens")
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
     parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
-    parser.add_argument("--data", default=Path(__file__).with_name("fineweb10B"), help="shards or text; fineweb10B")
+    parser.add_argument("--data", default=Path(__file__).with_name("fineweb10B"), help="default fineweb10B, or a text")
     parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
     parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
     parser.add_argument("--save", metavar="FILE", type=Path, help="file for the final weights (a state dict)")
@@ -359,7 +359,7 @@ def main():
     task |= {"--total-batch-size": total, "tokens in --data": loader.size, "--warmup-steps": args.warmup_steps}
     run = resume(args, task, model, optimizer, loader)
     log, signals = open_log(args, run), []
-    purge = {"purge_step": run["step"]} if args.resume else {}  # drop later steps from TensorBoard; they run again
+    purge = {"purge_step": run["step"]} if args.resume else {}  # drop later steps from TensorBoard: they run again
     writer = SummaryWriter(args.tensorboard, **purge) if args.tensorboard and rank == 0 else None
     for number in (signal.SIGINT, signal.SIGTERM) if args.checkpoint_dir else ():
         signal.signal(number, lambda number, frame: signals.append(number))  # the loop finishes the step, then saves
@@ -445,7 +445,7 @@ def print_summary(times, tokens_per_step, device, start):
 
 
 def save_whole(path, contents=None):
-    """Save `contents` for torch.load(), in full or not at all. If None, only test the path. Raises UserError."""
+    """Save `contents` for torch.load(), in full or not at all. If it is None, only test the path. Raises UserError."""
     unfinished = Path(f"{path}.tmp")
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file")
@@ -478,7 +478,7 @@ def resume(args, task, model, optimizer, loader):
         if len(set(steps)) > 1:
             raise UserError(f"the ranks do not see the same {folder}: they would resume at steps {steps}")
     if folder and not run["step"] and args.rank == 0:
-        save_whole(folder / "step_00000000.pt", run)  # no weights yet; if the run is killed, this identifies its log
+        save_whole(folder / "step_00000000.pt", run)  # no weights yet; after a kill, this file identifies the log
     if run["step"]:  # a model with dropout would also need the random generators' states
         set_state_dict(model, optimizer, model_state_dict=run.pop("model"), optim_state_dict=run.pop("optim"))
         loader.position = run["position"]
@@ -495,8 +495,8 @@ def load_checkpoint(folder):
     paths = sorted(folder.glob("step_????????.pt"), reverse=True)
     for path in paths:
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)  # weights_only: the file cannot run code
-        except Exception as error:  # a damaged file can raise many exception types
+            return torch.load(path, map_location="cpu", weights_only=True)  # weights_only prevents code execution
+        except Exception as error:  # torch.load raises many exception types for a damaged file
             print(f"{path} cannot be read: {repr(error)[:200]}", file=sys.stderr)
     if paths:
         raise UserError(f"no checkpoint in {folder} can be read")
@@ -507,7 +507,7 @@ def save_checkpoint(args, run, model, optimizer, log):
     weights, moments = get_state_dict(model, optimizer)
     if args.rank == 0:
         if args.log_file:
-            os.fsync(log.fileno())  # otherwise, a power cut could leave it shorter than recorded
+            os.fsync(log.fileno())  # otherwise, a power cut could leave the log shorter than recorded
             run["log"] = log.tell()
         path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
         save_whole(path, run | {"model": weights, "optim": moments})
@@ -518,7 +518,7 @@ def save_checkpoint(args, run, model, optimizer, log):
 
 
 def open_log(args, run):
-    """Open the log, truncated to its length at the checkpoint. Raises OSError, or UserError for another run's log."""
+    """Return the log, truncated to its length at the checkpoint. Raises OSError, or UserError for another run's log."""
     if not args.log_file or args.rank > 0:
         return open(os.devnull, "w")
     log = open(args.log_file, "a+", buffering=1, errors="replace")
@@ -539,7 +539,7 @@ def write_row(row, log, writer):
         if isinstance(value, float):
             writer.add_scalar(name, value, row["step"])
     if writer:
-        writer.flush()  # before the checkpoint, because steps up to it do not run again
+        writer.flush()  # before the checkpoint, because a resumed run does not repeat earlier steps
 
 
 def report(args, run, step, scores, log, writer):
@@ -564,7 +564,7 @@ def told_to_stop(signals, device):
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its message in one line, without a traceback."""
+    """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
 def exit_message(error):
@@ -576,13 +576,13 @@ def exit_message(error):
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # stdout failed; Python would write to it again at exit
+    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # from Gloo
         text = f"rank {os.environ['RANK']}: {text}; if another rank failed, read its error instead"
     elif not isinstance(error, (OSError, UserError, DataError, ModuleNotFoundError, KeyboardInterrupt)):
         raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # closed pipe (for example by head) or Ctrl-C
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
     return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
 
 
