@@ -95,7 +95,7 @@ def plan(source, edit, before, down, came_from=None, waiting=False):
             state = "marked"
         elif merged == now:
             state = "same"
-        elif now != head:  # mended: conflicts with the code at HEAD are resolved, and the rest of the edit is applied
+        elif now != head:  # mended: the edit conflicts with HEAD, and the rest of the edit is already applied
             mended = merge(script, head, edit)[1] and merge(script, now, edit, "--ours")[0] == now
             state = "mended" if mended else "own"
         elif waiting:

@@ -191,7 +191,8 @@ def read_diff(before, after):
 def in_page(svg):
     """Return an SVG file's text, changed so that its lines and letters have the text colour of the page."""
     text = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("fill: #ffffff", "fill: none")
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)  # they would style the page
+    # Styles are removed, because they would affect the whole page.
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # figures on one page would share ids
     return re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
 

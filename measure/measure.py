@@ -35,7 +35,7 @@ from commands import TEN, ask, command, execute, rows
 from record import ROOT
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-PROFILED_STEPS = 12  # 4 before the profiler, 1 for its warm-up, 3 profiled, 4 spare, because fp16 skips some updates
+PROFILED_STEPS = 12  # 4 before the profiler, 1 for its warm-up, 3 profiled and 4 spare: fp16 skips some updates
 FIT_STEPS = 10
 BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
 MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # must not change during a measurement
@@ -295,10 +295,12 @@ def arguments():
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NN", help="only these rungs (such as 05 06) and their previous rungs"
     )
-    parser.add_argument("--peers", action="store_true", help="also measure transformers' training loops, and torchrun")
+    parser.add_argument(
+        "--peers", action="store_true", help="also measure loops built on transformers, and ddp_run.py under torchrun"
+    )
     parser.add_argument("--branches", action="store_true", help="also measure the scripts in branches/")
     parser.add_argument("--profile", action="store_true", help="also break the step time down by kind of kernel")
-    parser.add_argument("--batches", action="store_true", help="also measure rung 10 at B 4, 16 and 64 in 2 compile modes")
+    parser.add_argument("--batches", action="store_true", help="also measure rung 10 at B 4, 16, 64 in 2 compile modes")
     parser.add_argument("--fit", action="store_true", help="also measure the largest micro-batch that fits")
     args = parser.parse_args()
     if any(n is not None and n < 1 for n in (args.batch_size, args.seq_len, args.steps, args.repeat)):

@@ -5,8 +5,8 @@
     python measure/peers.py trainer    transformers.Trainer with bf16, torch.compile and fused AdamW
 
 All three loops use the batches, optimizer, clipping and schedule of speedup_10_fused_adamw.py, without dropout. They
-start from the rung's initial weights, except for the rows that pad the vocabulary, because the transformers model is
-not padded. Their loss curves therefore match the rung's curve. Each loop prints lines in the same format as the rung.
+start from the rung's initial weights, except for the rows that pad the vocabulary, because transformers does not pad
+it. Their loss curves therefore match the rung's curve. Each loop prints lines in the same format as the rung.
 On a machine with several GPUs, Trainer uses all GPUs that CUDA_VISIBLE_DEVICES lists.
 """
 

@@ -5,7 +5,7 @@ supports, the shapes of GPT-2's linear layers, and one large square shape. The G
 read and the bytes written. All inputs are random, because a kernel can run faster on zeros.
 
 In each round, torch.utils.benchmark measures the median time of a call, and the device is synchronized before each
-clock reading. The result is the best of three rounds, because interference only lowers the speed. On a GPU, the program
+clock reading. The result is the best of three rounds, because interference lowers the speed. On a GPU, the program
 first runs matmuls for 10 seconds, because a cold GPU runs at a higher clock than it can sustain during training.
 """
 
