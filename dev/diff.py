@@ -1,8 +1,8 @@
-"""Show how a script differs from the previous script:  python dev/diff.py 02   (make diff-02)
+"""Show how a script differs from the script that it builds on:  python dev/diff.py 02   (make diff-02)
 
 The example above prints the docstring of speedup_02_tf32.py, followed by git's diff of the code below the docstrings.
 On a terminal, the diff is a coloured word diff, or a coloured line diff if the script replaces several adjacent lines.
-In a file or a pipe, it is a plain line diff.
+If the output is a file or a pipe, the diff is a plain line diff.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main():
     sys.stdout.reconfigure(encoding="utf-8")
     try:
         print(text, end="", flush=True)
-    except BrokenPipeError:  # a reader such as `head` has closed the pipe
+    except BrokenPipeError:  # a program such as `head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -21,7 +21,7 @@ MARKS = re.compile("^(<<<<<<<|=======|>>>>>>>)( |$)", re.MULTILINE)  # git's con
 
 @dataclass(frozen=True)
 class Rung:
-    """A row of ladder.toml. That file describes the fields. `before` is None only for baseline.py, the first script."""
+    """A row of ladder.toml, whose comments describe the fields. `before` is None only for the first script."""
 
     file: str
     title: str

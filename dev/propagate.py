@@ -5,8 +5,9 @@
     python dev/propagate.py --check speedup_03_bf16.py    only list the files that lag behind
 
 The edit is the file's diff from HEAD. For a new file, it is the diff from the previous script. A three-way merge
-carries the edit from each script to the adjacent scripts, so each script keeps its own change. A conflict in a script
-blocks only the scripts that the edit would reach through it. Docstrings do not change, because each script has its own.
+carries the edit from each script to the adjacent scripts, so each script keeps its own change. If a script has a
+conflict, only the scripts beyond it on the edit's path are blocked. Docstrings do not change, because each script has
+its own.
 The exit status is 1 if a file lags behind or has a conflict, 2 after an error, and otherwise 0.
 """
 
@@ -94,7 +95,7 @@ def plan(source, edit, before, down, came_from=None, waiting=False):
             state = "marked"
         elif merged == now:
             state = "same"
-        elif now != head:  # mended: the edit conflicts with the committed code, but its other parts are applied
+        elif now != head:  # mended: the edit conflicts with HEAD, and the rest of the edit is already applied
             mended = merge(script, head, edit)[1] and merge(script, now, edit, "--ours")[0] == now
             state = "mended" if mended else "own"
         elif waiting:

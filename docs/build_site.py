@@ -1,8 +1,8 @@
 """Build the site from the scripts, ladder.toml, results/ and docs/:  python docs/build_site.py   (make docs)
 
-docs/pages/ contains handwritten Markdown. This program replaces each Jinja call in it, <!-- {{ ... }} -->, with
-computed text, using the templates in docs/parts/. Zensical then turns the result into HTML in docs/site/. You can open
-the site from disk or serve it.
+docs/pages/ contains handwritten Markdown with Jinja calls of the form <!-- {{ ... }} -->. This program replaces each
+call with computed text, using the templates in docs/parts/. Zensical then converts the pages to HTML in docs/site/. You
+can open the site from disk or serve it.
 """
 
 import difflib
@@ -55,7 +55,7 @@ TOPICS = (  # topics of the mistakes, in the order in which the page lists them
     "Peaks, profiles and plots",
     "Files and messages",
 )
-LATER = "<div>The diff of two scripts</div>"  # replaced after Zensical has run, because Zensical would parse the diff
+LATER = "<div>The diff of two scripts</div>"  # replaced after Zensical has run, because Zensical would parse a diff
 
 
 @dataclass
@@ -159,9 +159,9 @@ def blocks(lines):
 def read_diff(before, after):
     """Return git's diff of two scripts as a dict of the header, the docstring's hunks and the code's hunks.
 
-    The keys of the hunks are "folded" and "shown". A hunk is (its first line, its blocks). If a hunk changes only the
-    docstring, its context lines can include code. The user's git settings are ignored. Raises ValueError if the scripts
-    are identical or git fails.
+    The docstring's hunks have the key "folded", and the code's hunks have the key "shown". A hunk is (its first line,
+    its blocks). If a hunk changes only the docstring, its context lines can include code. The user's git settings are
+    ignored. Raises ValueError if the scripts are identical or git fails.
     """
     command = ["git", "diff", "--no-index", before, after]
     done = subprocess.run(command, cwd=ROOT, env=PLAIN_GIT, capture_output=True, encoding="utf-8")
@@ -189,9 +189,10 @@ def read_diff(before, after):
 
 
 def in_page(svg):
-    """Adapt the text of an SVG file to a page: its lines and letters take the text colour of the page."""
+    """Return an SVG file's text, changed so that its lines and letters have the text colour of the page."""
     text = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("fill: #ffffff", "fill: none")
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)  # styles affect the page
+    # Styles are removed, because they would affect the whole page.
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # figures on one page would share ids
     return re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
 
@@ -261,7 +262,7 @@ class Site:
             times=render.times,
             later=LATER,
         )
-        # Calls in a page are HTML comments, because GitHub shows the same file and hides comments.
+        # Calls in a page are HTML comments, because GitHub renders the same file and hides HTML comments.
         self.pages = self.jinja.overlay(variable_start_string="<!-- {{", variable_end_string="}} -->")
 
     def part(self, name, **values):
@@ -297,7 +298,7 @@ class Site:
         return self.part("mistakes.md", mistakes=sorted(mistakes, key=lambda one: TOPICS.index(one["topic"])))
 
     def readme(self):
-        """Return the README as the front page, without its links to files other than pages and scripts."""
+        """Return the README as the front page. Links to files other than pages and scripts become plain text."""
         text = re.sub(r"\]\((\w[\w/]*\.py)\)", r"](files/\1)", source("README.md"))
         text = re.sub(r"\[([^]]+)\]\((?!https?:|docs/pages/|files/)[^)]+\)", r"\1", text)
         return text.replace("](docs/pages/", "](").replace('"docs/pages/', '"')
@@ -305,8 +306,8 @@ class Site:
     def head(self, rung, predicted=""):
         """Return the figures at the top of a rung's page: the reading time, the predicted gain and the measured gain.
 
-        The predicted gain is the step time of the previous rung divided by the step time of this rung. Each of them is
-        the middle of a range in results/predictions.toml.
+        The predicted gain is the step time of the previous rung divided by the step time of this rung. Each step time
+        is the middle of its range in results/predictions.toml.
         """
         for one in read_toml("results/predictions.toml")["prediction"]:
             middles = [sum(one["ms"].get(script, ())) / 2 for script in (rung.before, rung.file)]
@@ -322,7 +323,7 @@ class Site:
         return self.part("head.html", rung=rung, minutes=minutes(rung), predicted=predicted, measured=measured)
 
     def counts(self, rung):
-        """Return the three counts of a rung and the previous rung, and the bytes of each group that changed."""
+        """Return the three counts of a rung and the previous rung, and the bytes of each group in which they differ."""
         steps = self.steps[render.COUNTED]
         names = [script for script in (rung.before, rung.file) if script]
         if missing := [script for script in names if script not in steps]:

@@ -1,11 +1,11 @@
-"""Benchmark written-out attention, as in the rungs up to 05, and each kernel of F.scaled_dot_product_attention.
+"""Benchmark the written-out attention of rung 05 and each kernel of F.scaled_dot_product_attention.
 
     python measure/attention.py
 
 For each sequence length, it prints the time of the forward pass, the time of the forward and backward passes together,
 and the peak memory of both passes. Written-out attention stores a score matrix that grows with T * T. FlashAttention
-(Dao et al. 2022) and similar kernels do not store the whole matrix at once. Rung 06 makes this change in the model. To
-see its diff:
+(Dao et al. 2022) and similar kernels do not store the whole matrix at once. In rung 06, the model calls
+F.scaled_dot_product_attention instead of the written-out attention of rung 05. To see the diff:
 
     git diff --no-index --word-diff speedup_05_compile.py speedup_06_flash_attn.py
 """
@@ -30,7 +30,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float3
 
 @functools.cache
 def causal_mask(T, device):
-    """Return a bool mask of shape (T, T): True if the row's token may attend to the column's token.
+    """Return a bool mask of shape (T, T). An entry is True if the row's token may attend to the column's token.
 
     The mask is cached because the model also builds it only once.
     """
@@ -56,7 +56,7 @@ ATTENTION = {  # a kernel raises RuntimeError if it does not support the device 
 
 
 def passes(attention, q, k, v):
-    """Return two functions to time: the forward pass, and both passes with an output gradient of ones."""
+    """Return two functions to time: the forward pass alone, and the forward pass with the backward pass."""
 
     @torch.no_grad()
     def forward():
@@ -69,7 +69,7 @@ def passes(attention, q, k, v):
 
 
 def peak_bytes(function, device):
-    """Return the peak memory of a call in bytes, without its inputs, or nan if PyTorch does not track it."""
+    """Return the peak memory of a call in bytes, without its inputs. If PyTorch cannot track it, return nan."""
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         module.reset_peak_memory_stats(device)
@@ -83,7 +83,7 @@ def peak_bytes(function, device):
         function()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))  # nbytes() is negative if memory is freed
+    return max(itertools.accumulate(event.nbytes() for event in events))  # nbytes() < 0: memory was freed
 
 
 def bench(q, k, v):
@@ -96,7 +96,7 @@ def bench(q, k, v):
     for kind, attention in ATTENTION.items():
         both = passes(attention, q, k, v)[1]
         try:
-            both()  # the first call loads kernels
+            both()  # not timed, because the first call loads kernels
             memory[kind] = peak_bytes(both, q.device) / 2**20
             times[kind] = [], []
         except RuntimeError as error:
@@ -119,7 +119,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=4, help="batch size B, default 4")
     parser.add_argument("--heads", type=int, default=12, help="number of heads, default 12 as in GPT-2 124M")
     parser.add_argument("--head-size", type=int, default=64, help="dimension of each head, default 64")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the first that the device supports")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the first of these that the device supports")
     add_device(parser)
     args = parser.parse_args()
     B, n_head, head_size, device = args.batch_size, args.heads, args.head_size, args.device

@@ -1,4 +1,7 @@
-"""Define the rows of the table, build their commands, and run them without the variables in OVERRIDES."""
+"""Define the rows of the `make ladder` table, build their commands, and run the commands.
+
+The commands run without the environment variables in OVERRIDES.
+"""
 
 import json
 import os
@@ -43,7 +46,9 @@ PEERS = [
 
 
 def rows(peers=False, branches=False, only=()):
-    """Return the rungs of ladder.toml in order, then the branches and the peers (other training loops) if requested.
+    """Return the rungs of ladder.toml in order, then the branches and the peers if requested.
+
+    Peers are training loops to compare the rungs with.
 
     `only` contains short names (01 ... 10, ddp, fsdp, fp16). It selects these scripts and the scripts that they are
     compared with, instead of all rungs. Raises ValueError for an unknown name.

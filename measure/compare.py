@@ -15,7 +15,7 @@ SAME = ("device", "model", "batch_size", "seq_len")
 
 
 def cells(first, second):
-    """Return the table of the scripts in both measurements as a list of rows, each a dict of heading -> cell."""
+    """Return a table of the scripts in both measurements: a list of rows, each a dict of heading -> cell."""
     others = {row["name"]: row for row in second["rows"] if row["median_ms"]}
     table = []
     for row in first["rows"]:

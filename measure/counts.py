@@ -1,20 +1,21 @@
 """Count the FLOPs, bytes and kernels of a training step:  python measure/counts.py --batch-size 4   (make counts)
 
 It runs two steps of each unmodified rung on fake tensors and counts the second step. Fake tensors have shapes but no
-values, so counting needs no GPU and does no arithmetic. Runs with the same version of torch give the same counts. With
---card, it also prints the floor of each step on that GPU. The floor is a lower bound on the step time: the longer of
-FLOPs / peak and bytes / bandwidth for each kernel, summed over the step.
+values, so counting needs no GPU and performs no arithmetic. Runs with the same version of torch give the same counts.
+With --card, it also prints the floor of each step on that GPU. The floor is a lower bound on the step time. For each
+kernel, it is the longer of two times, FLOPs / peak and bytes / bandwidth. The floor of a step is the sum over its
+kernels.
 
 What is counted:
 * FLOPs: only matmuls are counted, with the formulas of torch.utils.flop_counter. The count includes the scores that
   flash attention recomputes in its backward pass, and excludes the masked triangle that flash attention skips.
 * Bytes: each kernel is assumed to read or write each operand once, without a cache between kernels. For a table lookup,
   only the rows that are read are counted.
-* Kernels: each operation that is not a view counts as one kernel. In practice, CUDA launches two or three kernels for a
-  few operations (sums over rows, the backward pass of LayerNorm), and several kernels for each AdamW or clipping
+* Kernels: each operation that is not a view counts as one kernel. In practice, CUDA launches two or three kernels for
+  each sum over rows and for each backward pass of LayerNorm. It launches several kernels for each AdamW or clipping
   operation over all parameters.
 * Device: the steps run on the CPU but follow CUDA's rules. Softmax is float32 under autocast, and AdamW and clipping
-  use one operation for all parameters. Inductor schedules for an A100 but does not pad matmuls.
+  use one operation for all parameters. Inductor schedules kernels for an A100 but does not pad matmuls.
 """
 
 import argparse
@@ -104,7 +105,7 @@ def traffic(func, args, kwargs, out):
             changed = False  # AdamW changes the gradients only if a gradient scaler is used
         written += sum(map(nbytes, tensors)) if changed else 0
         if not (changed and func in ONLY_WRITTEN):
-            read |= {id(t): nbytes(t) for t in tensors}  # a tensor passed twice is read once
+            read |= {id(t): nbytes(t) for t in tensors}  # a tensor that is passed twice counts once
     if func is aten.embedding.default:
         read[id(args[0])] = nbytes(out)
     if func is aten.nll_loss_forward.default:
@@ -118,7 +119,7 @@ def traffic(func, args, kwargs, out):
 
 
 class Counter(TorchDispatchMode):
-    """Records the kernels that run in this mode. `float32` is the precision of float32 matmuls and may be tf32."""
+    """Records the kernels that run in this mode. `float32` is the precision of float32 matmuls, float32 or tf32."""
 
     def __init__(self, float32="float32"):
         super().__init__()
@@ -126,10 +127,10 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is aten._local_scalar_dense.default:
-            return 1.0  # a fake loss has no value
+            return 1.0  # for loss.item(), because a fake loss has no value
         if func is aten.masked_fill.Scalar:
             with self:
-                return args[0].clone().masked_fill_(*args[1:])  # as PyTorch implements it
+                return args[0].clone().masked_fill_(*args[1:])  # the two operations that PyTorch runs
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         kernel = func.namespace == "aten" and not func.is_view and func not in NOT_KERNELS | HOST
@@ -150,8 +151,8 @@ class Scheduled(BaseException):
 def moved(node):
     """Return the number of bytes that an Inductor scheduler node reads and writes.
 
-    For a fused node, Inductor counts whole lookup tables. For the parts of the node, it counts only the rows that are
-    read. The smaller number is used.
+    For a fused node, Inductor counts all rows of a lookup table. For the parts of the node, it counts only the rows
+    that are read. This function uses the smaller number for each buffer.
     """
     sizes, parts = node.get_read_write_buffer_accesses(True, True), node.get_nodes()
     if len(parts) == 1:
@@ -161,7 +162,7 @@ def moved(node):
 
 
 def schedule(float32, graph):
-    """Schedule a graph and raise Scheduled with its kernels. Replaces GraphLowering.codegen."""
+    """Schedule a graph and raise Scheduled with its kernels. This function replaces GraphLowering.codegen."""
     graph.init_wrapper_code()
     graph._update_scheduler()
     kernels = []
@@ -195,7 +196,7 @@ def to_cuda(gm, inputs):
 def compiler(counter):
     """Return a replacement for torch.nn.Module.compile.
 
-    Each call of a compiled module then records the kernels that Inductor would run.
+    With this replacement, each call of a compiled module records the kernels that Inductor would run.
     """
 
     def inner(gm, inputs, **options):
@@ -235,7 +236,7 @@ def compiler(counter):
 
     def compile(module, **_):
         backend = functools.partial(compile_fx, inner_compile=inner)
-        call = torch.compile(module._call_impl, backend=backend, fullgraph=True)  # every kernel is in the graph
+        call = torch.compile(module._call_impl, backend=backend, fullgraph=True)  # no kernel is outside the graph
 
         def without_counter(*args):
             with _pop_mode_temporarily():  # Dynamo does not compile under an unknown dispatch mode
@@ -249,7 +250,8 @@ def compiler(counter):
 def step(rung, model, batch_size, seq_len, cuda=True):
     """Return the kernels of a rung's second step, in order.
 
-    They follow CUDA's rules, or the CPU's rules if `cuda` is False. Raises SystemExit if the script rejects the sizes.
+    The step follows CUDA's rules, or the CPU's rules if `cuda` is False. Raises SystemExit if the script rejects the
+    batch size or the sequence length.
     """
     counter, steps = Counter("float32" if rung.precision == "float32" else "tf32"), []
     softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()

@@ -1,10 +1,10 @@
 """Compute the floor, a lower bound on the step time, for a GPU in cards.toml or a GPU that roof.py has measured.
 
-A kernel's lower bound is the longer of FLOPs / peak and bytes / bandwidth. The floor is the sum of these bounds over
-all kernels that counts.py counted. The figures in cards.toml come from data sheets, and no parameter is fitted. The
-floor does not include the time between kernels, and it assumes that each kernel reaches the peak or the full bandwidth.
-A step can be faster than its floor, mainly because kernels read the results of earlier kernels from the cache, or
-because the GPU clocks higher than its data sheet states.
+A kernel's lower bound is the longer of two times, FLOPs / peak and bytes / bandwidth. The floor is the sum of these
+bounds over all kernels that counts.py counted. The figures in cards.toml come from data sheets. No parameter is fitted
+to measurements. The floor does not include the time between kernels, and it assumes that each kernel reaches the peak
+or the full bandwidth. A measured step can still be faster than its floor, mainly because kernels read the results of
+earlier kernels from the cache, or because the GPU runs at a higher clock than its data sheet states.
 """
 
 import json
@@ -19,11 +19,11 @@ from record import ROOT
 sys.path.append(str(ROOT / "dev"))
 from ladder import read_toml
 
-INSTEAD = {"tf32": "float32", "bf16": "fp16", "fp16": "float32"}  # precision -> its substitute if unsupported
+INSTEAD = {"tf32": "float32", "bf16": "fp16", "fp16": "float32"}  # precision -> its substitute on a GPU without it
 
 
 class Kernel(NamedTuple):
-    """An operation, or several fused operations. `precision` is the precision of a matmul, and otherwise ""."""
+    """An operation, or several fused operations. `precision` is "" if the kernel is not a matmul."""
 
     name: str
     group: str
@@ -41,7 +41,7 @@ class Card:
 
     @classmethod
     def read(cls, name):
-        """Return the GPU with this name in cards.toml ("RTX" is optional), or the GPU in a file of roof.py's output.
+        """Return a GPU, given its name in cards.toml ("RTX" is optional) or the path of a file with roof.py's output.
 
         Raises ValueError if `name` is neither, and OSError if a file cannot be read.
         """

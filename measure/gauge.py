@@ -49,7 +49,10 @@ def reading(gpu):
 
 
 def busy(gpu):
-    """Return a description of the load from other programs, or None. Call this only while no ladder script runs."""
+    """Return a description of the load from other programs, or None if it is low.
+
+    Call this function only while no ladder script runs.
+    """
     cores = psutil.cpu_percent(interval=0.1) / 100 * psutil.cpu_count()
     said = [f"other programs use {cores:.1f} CPU cores"] if cores > min(1, psutil.cpu_count() / 4) else []
     if gpu is not None:

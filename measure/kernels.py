@@ -3,8 +3,8 @@
 It runs the unmodified script under torch.profiler and profiles 3 steps after 5 warm-up steps. After the script's
 output, it prints one line of JSON: milliseconds per step for each group, the attention kernel that ran, and the peak
 memory that PyTorch reserved, in GiB. On a GPU, it groups kernels by their names and by the operations that launched
-them. The group "idle" is the time in which no kernel ran. On a CPU, it groups operations, and the time of an operation
-excludes the operations that it calls. The group "idle" is then the time spent in Python and dispatch.
+them. The group "idle" is the time in which no kernel ran. On a CPU, it groups operations and sums their self times,
+which exclude nested operations. The group "idle" is then the time spent in Python and dispatch.
 """
 
 import json
@@ -38,7 +38,7 @@ NO_WORK = re.compile(r"CompiledFxGraph|^CompiledFunction|Torch-Compiled|Dynamo|^
 
 
 def group(name, path=""):
-    """Return the group of a kernel or operation, given its name and `path`, the names of the enclosing operations."""
+    """Return the group of a kernel or operation. `path` contains the names of the enclosing operations."""
     optimizer, *others = GROUPS
     if re.search(GROUPS[optimizer], f"{path} {name}", re.IGNORECASE):
         return optimizer
@@ -46,9 +46,9 @@ def group(name, path=""):
 
 
 def nested(events):
-    """Return a list of (event, names of the enclosing events in its thread, its self time: nested events excluded).
+    """Return a list of (event, names of the enclosing events in its thread, its self time in microseconds).
 
-    Times are in microseconds.
+    Self time excludes nested events.
     """
     done, stacks = [], {}
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
@@ -69,7 +69,7 @@ def attention(names):
 
 
 def length(spans):
-    """Return the length of the union of (start, end) spans. Time in which kernels overlap counts once."""
+    """Return the total length of (start, end) spans. Time that several spans cover counts once."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         covered += max(0.0, end - max(start, reached))
@@ -102,7 +102,8 @@ def grouped(steps, events, gpu=False):
             operation, path = launched_in.get(kernel["args"].get("External id"), ("", ""))
             kind = group(kernel["name"], f"{path} {operation}")
             said = group(operation) if operation.startswith("aten::") else kind
-            # Many kernels have generic names, and cuBLAS uses the same names for matmuls in attention and elsewhere.
+            # In these two cases, the kernel's name does not determine the group. Many kernels have generic names, and
+            # the names of cuBLAS kernels do not show whether a matmul belongs to attention.
             if kind == "normalisation and element-wise" or (kind, said) == ("matmul", "attention"):
                 kind = said
             total[kind] += kernel["dur"]
@@ -124,7 +125,7 @@ def profile(script):
     gpu = torch.accelerator.is_available() and "cpu" not in sys.argv
     if not gpu:
         # Without this option, compiled C++ code appears as one unnamed block. The option changes the key of Inductor's
-        # cache, so the first profile on a CPU recompiles the model. On a GPU, the option stays off and the profile can
+        # cache, so the first profile on a CPU recompiles the model. On a GPU, the option stays off, so the profile can
         # reuse the kernels of earlier runs.
         torch._inductor.config.cpp.enable_kernel_profile = True
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from torch.utils import collect_env
 
 
 def describe(device):
-    """Return the machine's names, versions and sizes. Memory is in GiB; a value that does not apply is None."""
+    """Return a dict that describes the hardware and software. Memory is in GiB. Values that do not apply are None."""
     module = torch.get_device_module(device)
     cpu = cpuinfo.get_cpu_info().get("brand_raw") or platform.machine()
     cuda = device.type == "cuda"

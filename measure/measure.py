@@ -3,14 +3,14 @@
 It runs each script in its own process, as a user would, and parses the lines that the script prints. All scripts use
 the same B, T and model. It writes ladder.json, the table as summary.txt, and plots to results/<device>-<date>/.
 --repeat R makes R passes over the ladder. Every second pass runs in reverse order (A B C, C B A, A B C ...), to reduce
-the effect of drift in the machine's speed. A speed-up is the ratio of two step times in the same pass, and the table
-shows the median over the passes. The most important results come first: the device's peak, one pass over the ladder,
-the profile, the table of batch sizes, the peers, further passes, and the largest batch.
+the effect of drift in the machine's speed. A speed-up is the ratio of two step times in the same pass. The table shows
+the median speed-up over the passes. The most important results are measured first. The order is the device's peak, one
+pass over the ladder, the profile, the batch sizes, the peers, further passes, and the largest batch.
 
 If Ctrl-C or --budget ends a measurement early, all completed runs are kept. To continue the measurement and retry
-failed runs, run the command again. You can continue on another host that has the same GPU, torch and CUDA. All runs of
-a pass must come from one host. If two hosts measured parts of a pass, the current host therefore repeats the runs of
-the other host at the end.
+failed runs, run the command again. You can continue on a different host if its GPU model, torch version and CUDA
+version are the same. All runs of a pass must come from one host. If two hosts measured parts of a pass, the current
+host therefore repeats the other host's runs at the end.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from commands import TEN, ask, command, execute, rows
 from record import ROOT
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-PROFILED_STEPS = 12  # 4 before the profiler, 1 for its warm-up, 3 profiled, 4 spare (fp16 skips some updates)
+PROFILED_STEPS = 12  # 4 before the profiler, 1 for its warm-up, 3 profiled and 4 spare: fp16 skips some updates
 FIT_STEPS = 10
 BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
 MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # must not change during a measurement
@@ -43,7 +43,10 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # Ctrl-C, shutdown, end
 
 
 def largest(fits, start=16):
-    """Return the largest power of two that fits, or 0. It doubles or halves the size, but jumps from 16 to 64."""
+    """Return the largest power of two that fits, or 0 if none fits.
+
+    The search doubles or halves the size, but it jumps from 16 to 64.
+    """
     fit, miss, size = 0, 8192, start
     while fit < size < miss:
         if fits(size):
@@ -58,8 +61,8 @@ def largest(fits, start=16):
 class Measurement:
     """A ladder.json in progress. Each result is saved before the next run begins.
 
-    A job is a tuple of a method, a row and further arguments. The method writes its result into the record. It returns
-    a message to print, or None.
+    A job is a tuple of a method, a row and further arguments. The method writes its result into the record, and returns
+    a message to print or None.
     """
 
     def __init__(self, path, data, plan, host, progress, caches):
@@ -71,7 +74,7 @@ class Measurement:
         self.bar, self.stage = progress.add_task(""), ""
 
     def stages(self):
-        """Yield (title, jobs) for each requested stage, most important first. Two stages can contain the same job."""
+        """Yield (title, jobs) for each requested stage, most important first. A job can be in two stages."""
         profiled = [row for row in self.plan if self.settings["profile"] and row.words[0].endswith(".py")]
         ten = [row for row in rows() if self.settings["batches"] and row.name == TEN]
         yield "peak", [(self.roof, None)]
@@ -221,7 +224,7 @@ class Measurement:
         return f"B {size}, {mode}  {row.name}: {result}"
 
     def fit(self, row):
-        """Find the largest micro-batch, as a power of two, that fits on the device, and measure its speed."""
+        """Find the largest micro-batch that fits on the device, among powers of two, and measure its speed."""
         fits = [kept["fit"] for kept in self.data["rows"] if kept["fit"] and kept["fit"]["batch_size"]]
         fit = dict.fromkeys(("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error"))
         fit["host"], runs = self.host["id"], {}
@@ -234,7 +237,7 @@ class Measurement:
             return not error
 
         try:
-            size = largest(holds, fits[-1]["batch_size"] if fits else 16)  # start at another row's largest batch
+            size = largest(holds, fits[-1]["batch_size"] if fits else 16)  # start at an earlier row's result
             fit["limit"] = next((run["error"] for run in reversed(runs.values()) if run["error"]), None)
         except RuntimeError as error:
             size, fit["error"] = 0, str(error)
@@ -290,9 +293,11 @@ def arguments():
     parser.add_argument("--repeat", type=int, help="passes over the ladder, default 3, or 1 on a CPU")
     parser.add_argument("--device", help="default: the accelerator that PyTorch finds, or cpu")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NN", help="only these rungs, such as 05 06, and their previous rungs"
+        "--only", nargs="+", default=[], metavar="NN", help="only these rungs (such as 05 06) and their previous rungs"
     )
-    parser.add_argument("--peers", action="store_true", help="also measure loops built on transformers, and torchrun")
+    parser.add_argument(
+        "--peers", action="store_true", help="also measure loops built on transformers, and ddp_run.py under torchrun"
+    )
     parser.add_argument("--branches", action="store_true", help="also measure the scripts in branches/")
     parser.add_argument("--profile", action="store_true", help="also break the step time down by kind of kernel")
     parser.add_argument("--batches", action="store_true", help="also measure rung 10 at B 4, 16, 64 in 2 compile modes")
@@ -306,7 +311,7 @@ def arguments():
 
 
 def look(args, plan):
-    """Return (the values that must not change during a measurement, the host, the name of the folder).
+    """Return (the values that must not change during a measurement, the host, the folder's name without the date).
 
     Raises RuntimeError or ValueError.
     """
@@ -335,7 +340,7 @@ def look(args, plan):
 
 
 def resume(folder, data, plan, host, cache):
-    """Run the remaining jobs of a measurement, and write its table even if a job fails or the user stops it."""
+    """Run the remaining jobs of a measurement. Its table is written even if a job fails or the user stops the run."""
     new, bar = not folder.exists(), (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     folder.mkdir(parents=True, exist_ok=True)
     failed = any(row["error"] for row in data["rows"])

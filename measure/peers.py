@@ -4,10 +4,10 @@
     python measure/peers.py compiled   the same loop with bf16 and torch.compile
     python measure/peers.py trainer    transformers.Trainer with bf16, torch.compile and fused AdamW
 
-All three loops reproduce speedup_10_fused_adamw.py with a different implementation. They use that rung's batches,
-optimizer, clipping and schedule, and no dropout. They also start from its weights, except for the rows that pad the
-vocabulary, which transformers does not have. The loss curves therefore match. Each loop prints the same lines as the
-rung. On a machine with several GPUs, Trainer uses all GPUs that CUDA_VISIBLE_DEVICES lists.
+All three loops use the batches, optimizer, clipping and schedule of speedup_10_fused_adamw.py, without dropout. They
+start from the rung's initial weights, except for the rows that pad the vocabulary, because transformers does not pad
+it. Their loss curves therefore match the rung's curve. Each loop prints lines in the same format as the rung.
+On a machine with several GPUs, Trainer uses all GPUs that CUDA_VISIBLE_DEVICES lists.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def trainer(model, loader, steps, device, report, use_bf16):
 
 
 class Report(transformers.TrainerCallback):
-    """Prints the same lines as a rung. As in a rung, the step time includes fetching the batch."""
+    """Prints lines in the format of a rung. As in a rung, the step time includes fetching the batch."""
 
     def __init__(self, device, tokens):
         self.device, self.tokens, self.times = device, tokens, []

@@ -41,8 +41,8 @@ def draw(runs):
     """Return a figure of the losses over the steps, given {name: rows}.
 
     The training loss is a solid line. The validation loss is a dashed line, and the legend shows its lowest value. The
-    y-axis ends just above the largest loss after the first 5 % of a run, because the initial drop would flatten the
-    curves.
+    y-axis ends just above the largest loss after the first 5 % of a run. If the axis included the initial drop, the
+    rest of the curves would look flat.
     """
     figure, top = Figure(figsize=(8, 4.5)), 0.0
     axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy, nats per token")

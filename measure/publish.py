@@ -2,8 +2,8 @@
 
 Each computed part is between two comments in its file. Its contents come from ladder.toml, the scripts, measure/ and
 results/. You can name the folders of the measurements to show. The default is the newest measurement of each device and
-model, GPUs first. This program also writes summary.txt in these folders and the plots in docs/pages/img/. A second run
-changes nothing.
+model, GPUs first. This program also writes summary.txt in these folders and the plots in docs/pages/img/. If its
+inputs are unchanged, a second run changes no file.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def speeds(published, counts, only=None):
 
     If `only` lists cards, the table contains the fastest PyTorch run of a plain GPT-2 124M on each of them.
     """
-    flops = floor.totals(counts[render.COUNTED]["baseline.py"])[0] / (4 * 1024)  # per token, with masked scores
+    flops = floor.totals(counts[render.COUNTED]["baseline.py"])[0] / (4 * 1024)  # per token, including masked scores
     peaks, rows = read_toml("measure/cards.toml"), {}
     for one in published:
         plain = one.get("plain", True)
@@ -127,7 +127,7 @@ def floors(steps):
 def beside(measured, logs, counts):
     """Yield (log, its table of step times and floors, the rungs sorted by measured gain and by floor gain).
 
-    Public logs come first, and then our measurements on GPUs. The floors for our GPUs use their measured peaks.
+    Public logs come first, followed by our measurements on GPUs. The floors for our GPUs use their measured peaks.
     """
     logs = [(log, floor.Card.read(log["card"])) for log in logs]
     for data in measured.values():

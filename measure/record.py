@@ -21,7 +21,7 @@ PARAMETERS = re.compile(r"^device .* ([\d,]+) parameters \| B \d+ T \d+$", re.MU
 
 
 def parse(text, errors="", status=0, steps=None):
-    """Parse a script's output into a dict. A failed run keeps its steps; an incomplete last line is dropped."""
+    """Parse a script's output into a dict. The completed steps of a failed run are included."""
     found = STEP.findall(text)
     memory, parameters = MEMORY.search(text), PARAMETERS.search(text)
     run = {
@@ -44,14 +44,14 @@ def parse(text, errors="", status=0, steps=None):
 
 
 def too_large(error):
-    """Return the limit that a failed run's batch exceeded, "memory" or "text". Return None for another error."""
+    """Return the limit that a failed run's batch exceeded, "memory" or "text". Return None for any other error."""
     if "out of memory" in error:
         return "memory"
     return "text" if " tokens, but B " in error else None  # DataLoaderLite's message
 
 
 def steady(times):
-    """Return the step times after the warm-up: all but the first 10, or the second half of fewer than 20 steps."""
+    """Return the step times after the warm-up: all but the first 10, or the second half if there are fewer than 20."""
     return times[10 if len(times) >= 20 else len(times) // 2 :]
 
 
@@ -81,7 +81,7 @@ def rounded(number):
 
 
 def precision_used(wanted, said):
-    """Return the precision that a rung used. The rung's output reports each precision that the device lacks."""
+    """Return the precision that a rung used. The rung's output reports each unsupported precision."""
     if wanted == "bf16" and "no bf16 here" in said:
         wanted = "tf32"
     return "float32" if wanted == "tf32" and "no TF32 here" in said else wanted
@@ -161,7 +161,10 @@ def commit():
 
 
 def sources(commands):
-    """Return a hash of the programs in these commands and of input.txt. A new hash requires a new measurement."""
+    """Return a hash of the programs in these commands and of input.txt.
+
+    If the hash changes, measure.py begins a new measurement.
+    """
     files = {word for words in commands for word in words if word.endswith(".py")}
     return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in (*sorted(files), "input.txt"))).hexdigest()
 

@@ -99,7 +99,7 @@ def cells(data):
 
 
 def batch_cells(data):
-    """Return the table of batch sizes and compile modes in the format of cells(). It may be empty."""
+    """Return the table of batch sizes and compile modes in the format of cells(). The table may be empty."""
     return [
         {
             "rung 10": f"B {cell['batch_size']}",
@@ -159,7 +159,7 @@ def bars(axes, rows, key, labels):
 
 
 def stacks(axes, names, rows, height):
-    """Draw a stacked bar for each row: the step time by group."""
+    """Draw a stacked bar of the step time by group for each row."""
     left = np.zeros(len(rows))
     for kind, colour in GROUPS.items():
         widths = [row["profile"]["groups_ms"][kind] for row in rows]

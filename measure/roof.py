@@ -4,9 +4,9 @@ It prints JSON with the TFLOP/s of matmuls and the GB/s of a copy. The matmuls u
 supports, the shapes of GPT-2's linear layers, and one large square shape. The GB/s of the copy include both the bytes
 read and the bytes written. All inputs are random, because a kernel can run faster on zeros.
 
-In each round, torch.utils.benchmark measures the median time between synchronizations. The result is the best of three
-rounds, because a peak is the speed without interference. On a GPU, the program first runs matmuls for 10 seconds,
-because a cold GPU runs at a higher clock than it can sustain during training.
+In each round, torch.utils.benchmark measures the median time of a call, and the device is synchronized before each
+clock reading. The result is the best of three rounds, because interference lowers the speed. On a GPU, the program
+first runs matmuls for 10 seconds, because a cold GPU runs at a higher clock than it can sustain during training.
 """
 
 import argparse
@@ -29,8 +29,8 @@ def flops_per_token(config, seq_len):
 
     Each parameter in a matmul needs 6 FLOPs: 2 in the forward pass and 4 in the backward pass (Kaplan et al. 2020).
     There are 12 C^2 such parameters per layer and V * C in the head. Attention's two matmuls with T x T scores add
-    12 * L * C * T, including the masked half. Embedding lookups do not count. The sum excludes the work that only some
-    implementations do: rows that pad the vocabulary, and scores that flash attention computes twice.
+    12 * L * C * T, including the masked half. Embedding lookups are not counted. The sum also excludes work that only
+    some implementations do, namely the rows that pad the vocabulary and the scores that flash attention recomputes.
     """
     L, C = config.n_layer, config.n_embd
     return 6 * (12 * L * C * C + config.vocab_size * C) + 12 * L * C * seq_len
@@ -94,7 +94,7 @@ def measure(config, tokens, device):
         for precision in precisions(device)
         for name, shape in shapes.items()
     ]
-    source = torch.randn(2**26, device=device)  # 256 MiB, to exceed the caches
+    source = torch.randn(2**26, device=device)  # 256 MiB, larger than the caches
     target, copied = torch.empty_like(source), []
     under_load = warm_up(device) if device.type == "cuda" else None
     for _ in range(3):

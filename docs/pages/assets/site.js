@@ -53,7 +53,7 @@ document.addEventListener("DOMContentLoaded", () => {
     })
   }
 
-  // After a search, the theme marks the hits on the page. Unfold the sections that contain hits.
+  // After a search, the theme marks the matches on the page. Unfold the sections that contain a match.
   if (!new URLSearchParams(location.search).has("h")) return
   new MutationObserver(() => {
     for (const mark of document.querySelectorAll("details:not([open]) mark")) mark.closest("details").open = true
