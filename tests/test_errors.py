@@ -1,4 +1,4 @@
-"""On each tested user mistake, a script prints one line to stderr, exits with a non-zero status, and changes no file."""
+"""On each tested user error, a script prints one line to stderr, exits with a non-zero status, and changes no file."""
 
 import os
 import re
