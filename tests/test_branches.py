@@ -1,4 +1,4 @@
-"""In fp16, a step is skipped if a gradient overflows, and all attention implementations agree up to rounding."""
+"""The fp16 script skips a step if a gradient overflows, and all attention implementations agree up to rounding."""
 
 import functools
 import math

@@ -1,6 +1,6 @@
 """Commands in READMEs, pages, docstrings and `make help` work as written.
 
-A long training run is interrupted at its second step. A command is not run if it needs a GPU, the Hugging Face hub or
+Long training runs are interrupted at their second step. A command is not run if it needs a GPU, the Hugging Face hub or
 several minutes, or if another test file runs it. The file lists the skipped commands by reason.
 """
 

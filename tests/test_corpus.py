@@ -1,8 +1,8 @@
 """Tokenizing loses no document, and pre-training reads each training token once per epoch.
 
-Held-out tokens are not used for training. If tokenizing is killed, running the command again produces the same shards
-as an uninterrupted run. The shards are in llm.c's format. The validation loss does not depend on the batch size or the
-number of ranks.
+Held-out tokens are not used for training. If the tokenizing program is killed, running it again produces the same
+shards as an uninterrupted run. The shards are in llm.c's format. The validation loss does not depend on the batch size
+or the number of ranks.
 """
 
 import array

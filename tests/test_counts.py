@@ -1,6 +1,6 @@
 """The counted FLOPs, bytes and kernels of a step match formulas, hand calculations and PyTorch's profiler.
 
-The committed counts at B 4 match the current scripts, and each lower bound equals the sum in its definition.
+The committed counts at B 4 match the current scripts, and each lower bound equals the sum that defines it.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The peak, clock, background load and profile are measured on the selected device.
 
-The FLOP count is compared with PyTorch's counter. The grouping of kernels is tested with the names of kernels on a T4,
-an A100 and an H100.
+The FLOP count is compared with PyTorch's counter. The grouping of kernels is tested with kernel names from a T4, an
+A100 and an H100.
 """
 
 import contextlib

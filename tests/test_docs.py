@@ -1,7 +1,7 @@
 """The site shows git's diffs, the measured figures and correct arithmetic, and works in a browser.
 
-Chromium opens every page from disk, and one page of each kind from a server. No page has a console error, overflows on
-a phone or a desktop, or has a serious accessibility violation found by axe.
+Chromium opens every page from disk, and one page of each kind from a server. No page has a console error or overflows
+on a phone or a desktop, and axe finds no serious accessibility violation.
 """
 
 import functools

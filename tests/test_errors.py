@@ -1,4 +1,4 @@
-"""A user's mistake produces one line on stderr and a non-zero exit status, and changes no file."""
+"""On each tested user error, a script prints one line to stderr, exits with a non-zero status, and changes no file."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A model exported to Hugging Face format keeps its logits, and samples follow the model's probabilities.
+"""A model exported to Hugging Face format gives the same logits, and samples follow the model's probabilities.
 
 The first sample is printed word by word while the samples are generated.
 """

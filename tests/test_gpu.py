@@ -1,7 +1,7 @@
 """On a CUDA GPU, every script trains GPT-2 124M with the default B and T.
 
-These tests, and the tests marked `gpu` in other files, are skipped without a GPU. Each prints a line with its
-measurements.
+These tests, and the tests marked `gpu` in other files, are skipped without a GPU. Each test prints a line
+with its measurements.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The HellaSwag score matches its definition, computed one text at a time."""
+"""The HellaSwag score matches a direct computation that processes one text at a time."""
 
 import json
 import re

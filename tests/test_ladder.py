@@ -1,8 +1,8 @@
 """Each script differs from the previous script by one idea only.
 
-`ladder.toml` lists the definitions that an idea may change. All other lines are identical byte for byte, no diff
-exceeds its line limit, and every script runs without the others. The tests also break each rule on purpose and check
-that this is reported.
+`ladder.toml` lists the definitions that may differ. All other lines are identical byte for byte, no diff exceeds its
+line limit, and every script runs without the others. The tests also break each rule on purpose and check that the
+violation is reported.
 """
 
 import ast

@@ -1,6 +1,6 @@
-"""Code imports only from permitted folders, each folder's README states its purpose, and every path in a text exists.
+"""Code imports only from permitted folders, each folder's README states its purpose, and all mentioned paths exist.
 
-`pretrain/`, `measure/` and `docs/` are also run without the folders from which they must not import.
+The programs in `pretrain/`, `measure/` and `docs/` are also run without the folders from which they must not import.
 """
 
 import ast

@@ -1,7 +1,8 @@
-"""`make ladder` measures correctly, stays within its budget, and can continue an interrupted run on another host.
+"""`make ladder` measures correctly, stays within its budget, and can continue a measurement on a different host.
 
 Medians, ratios and percentages of peak are computed from logs with known answers. The measured speed is compared with
-an external clock, and the training of the peers is compared with rung 10.
+an external clock, and the losses and updates of the peers (training loops around `transformers`) are compared with rung
+10.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Each mistake in `dev/mistakes.toml`, planted in a copy of the project, makes a test fail.
+"""If a mistake from `dev/mistakes.toml` is planted in a copy of the project, a test fails.
 
 That file lists common mistakes, their consequences and the tests that must fail. `make test` plants each mistake in one
 of the scripts that contain the affected lines, chosen in rotation. `make test-all` plants each mistake in all of these

@@ -1,7 +1,7 @@
-"""The model matches GPT-2 in parameters, initialization and logits, and reproduces a published loss curve.
+"""The model matches GPT-2 in its parameters, initialization and logits, and reproduces a published loss curve.
 
-The logits are compared with `transformers`. From the seed alone, training reproduces the first 50 losses of a public
-run within 0.001. This also tests the initial weights, the order of the data, and the optimizer.
+The logits are compared with `transformers`. Given only the seed of a public run, training reproduces the run's first 50
+losses within 0.001. This comparison also tests the initial weights, the order of the data, and the optimizer.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A pre-training run evaluates, logs and saves as documented.
 
-A killed run that is resumed reaches the result of an uninterrupted run. The training step matches `ddp_run.py` bit for
-bit, and an evaluation does not cause a recompilation.
+A run that is killed and resumed reaches the same result as an uninterrupted run. The training step matches `ddp_run.py`
+bit for bit, and an evaluation does not cause a recompilation.
 """
 
 import json

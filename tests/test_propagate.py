@@ -1,4 +1,4 @@
-"""An edit of a shared line is copied to every script that builds on the edited script.
+"""An edit to a shared line is copied to every script that builds on the edited script.
 
 If there is a conflict, no change is lost.
 """

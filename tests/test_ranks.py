@@ -1,8 +1,8 @@
-"""Several processes give the same results as one process, and all of them exit if one is lost.
+"""Several processes compute the same results as one process, and all of them exit if one dies.
 
-The tests use 1, 2 and 4 ranks, several splits of a batch, DDP and FSDP2. The gradients match a single process within
-1e-5. A run that is killed three times with SIGKILL ends with the losses and weights of an uninterrupted run (`python
-tests/kills.py 50` kills it fifty times).
+The tests use 1, 2 and 4 ranks, several splits of a batch, DDP and FSDP2. The gradients match the gradients of a single
+process within 1e-5. A run that is killed three times with SIGKILL ends with the losses and weights of an uninterrupted
+run (`python tests/kills.py 50` kills it fifty times).
 """
 
 import functools

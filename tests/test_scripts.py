@@ -1,6 +1,6 @@
 """Every script runs from start to end, prints correct values, and reduces the loss.
 
-The scripts run on one rank, and `ddp_run.py` also runs on two. A second run repeats the losses up to rounding.
+The scripts run on one rank, and `ddp_run.py` also runs on two. A second run reproduces the losses up to rounding.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """The training loop handles the timer, the seed, gradients, clipping and the learning rate correctly.
 
 The tests record the calls in the loop and the changes to the weights. The timer is read after the device has finished,
-also on a simulated GPU. The gradients start at zero and are all-reduced once per step. The printed speed, norm and
-learning rate are the values of that step.
+including on a simulated GPU. The gradients are zero at the start of each step and are all-reduced once per step. The
+printed speed, gradient norm and learning rate are the values of that step.
 """
 
 import contextlib
