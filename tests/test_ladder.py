@@ -258,12 +258,12 @@ def test_a_new_idea_takes_a_file_and_a_row(tmp_path, verdict):
         ('file = "new.py"\ntitle = "None"\nidea = "none"\ntouches = []\nlimit = 1\nspeed = "twice"', "new.py: "),
         (
             'file = "new.py"\ntitle = "None"\nidea = "none"\nbefore = "above.py"',
-            "new.py: above.py, the script before it",
+            "new.py: its previous script, above.py, is not listed",
         ),
         ('file = "new.py"\nidea = "none"\ntouches = "main"\nlimit = 1', "touches must be a list"),
         ('file = "new.py"\nidea = "none"\ntouches = []', "new.py: 'limit'"),
         ('file = "new.py"\nidea = "none"\ntouches = []\nlimit = 1\nkind = "fun"', "kind must be one of speed, memory"),
-        ('file = "ddp_run.py"\nidea = "none"', "two rows"),
+        ('file = "ddp_run.py"\nidea = "none"', "listed twice"),
         ('file = "new.py"\nidea = "none"\ntouches = []\nlimit = 1\npart = "branch"', "multiple values"),
         (
             'file = "new.py"\nidea = "none"\ntouches = []\nlimit = 1\n[[rungs]]',
