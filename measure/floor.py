@@ -1,4 +1,4 @@
-"""Compute the floor, an estimated lower bound on the step time, for a GPU in cards.toml or a GPU that roof.py has measured.
+"""Compute the floor, an estimated lower bound on the step time, for a GPU in cards.toml or one measured by roof.py.
 
 A kernel's lower bound is the longer of two times, FLOPs / peak and bytes / bandwidth. The floor is the sum of these
 bounds over all kernels that counts.py counted. The figures in cards.toml come from data sheets. No parameter is fitted
