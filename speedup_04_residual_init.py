@@ -5,7 +5,7 @@ the stream grow with the depth of the model. To prevent this, GPT-2 divides the 
 to the stream by sqrt(2 * n_layer) (Radford et al. 2019, section 2.3). With 12 layers, these weights start with a
 standard deviation of 0.02 / sqrt(24), about 0.004. This lowers nano's initial loss on a CPU from 10.83 to 10.80.
 
-When it does not help: it does not speed up training. It has no effect with --init-from, because the loaded weights
+When it does not help: steps do not get faster. With --init-from, the change has no effect, because the loaded weights
 replace the initial weights.
 
     make diff-04    shows what this file changes

@@ -7,7 +7,7 @@ overhead. The forward and the backward pass are compiled; the optimizer still ru
 compiler on a CPU, or a C compiler on an NVIDIA GPU. --compile-mode reduce-overhead records the kernels as a CUDA graph
 and replays them without Python; max-autotune also times several kernels for each matmul.
 
-When it does not help: it slows down short runs, because step 0 includes compilation.
+When it does not help: short runs take longer, because step 0 includes compilation.
 
     make diff-05    shows what this file changes
 """

@@ -7,7 +7,7 @@ the softmax is exact. scaled_dot_product_attention divides by sqrt(head_size) it
 mask and skips tiles above the diagonal. The scores are not stored for the backward pass, which recomputes them. This
 also lowers peak memory, and recomputing the scores takes less time than writing and reading them would.
 
-When it does not help: it gains little on short sequences. The number of scores grows with T * T, but the remaining
+When it does not help: short sequences gain little. The number of scores grows with T * T, but the remaining
 activations grow only with T, so the scores are a small fraction of the memory traffic at a small T.
 
     make diff-06    shows what this file changes

@@ -7,7 +7,7 @@ adapts sooner when gradients change. Clipping treats all gradients as one vector
 its norm is larger. This limits how much one batch can change AdamW's moments. The script prints the norm before
 clipping; with nano on a CPU, the norm exceeds 1.0 in all 50 steps.
 
-When it does not help: it does not speed up training, and clipping adds two passes over the gradients.
+When it does not help: steps do not get faster, because clipping adds two passes over the gradients.
 
     make diff-08    shows what this file changes
 """

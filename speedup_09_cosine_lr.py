@@ -5,7 +5,7 @@ and rises over 10 steps. This allows a peak of 6e-4, twice the rate of rung 08. 
 same peak, but with batches of 0.5M tokens instead of 4,096. The cosine then lowers the rate to about a tenth of the
 peak by the last step. The smaller updates average out noise between batches.
 
-When it does not help: it does not speed up training. The schedule depends on --steps, so step 20 of 50 has a lower
+When it does not help: steps do not get faster. The schedule depends on --steps, so step 20 of 50 has a lower
 learning rate than step 20 of 300.
 
     make diff-09    shows what this file changes

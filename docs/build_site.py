@@ -1,8 +1,8 @@
 """Build the site from the scripts, ladder.toml, results/ and docs/:  python docs/build_site.py   (make docs)
 
 docs/pages/ contains handwritten Markdown with Jinja calls of the form <!-- {{ ... }} -->. This program replaces each
-call with computed text, using the templates in docs/parts/. Zensical then converts the pages to HTML in docs/site/. You
-can open the site from disk or serve it.
+call with generated text, using the templates in docs/parts/. Zensical then converts the pages to HTML in docs/site/.
+You can open the site from disk or serve it.
 """
 
 import difflib
@@ -159,9 +159,9 @@ def blocks(lines):
 def read_diff(before, after):
     """Return git's diff of two scripts as a dict of the header, the docstring's hunks and the code's hunks.
 
-    The docstring's hunks have the key "folded", and the code's hunks have the key "shown". A hunk is (its first line,
-    its blocks). If a hunk changes only the docstring, its context lines can include code. The user's git settings are
-    ignored. Raises ValueError if the scripts are identical or git fails.
+    The docstring's hunks have the key "folded", and the code's hunks have the key "shown". Each hunk is a pair of its
+    @@ line and what blocks() returns. If a hunk changes only the docstring, its context lines can include code. The
+    user's git settings are ignored. Raises ValueError if the scripts are identical or git fails.
     """
     command = ["git", "diff", "--no-index", before, after]
     done = subprocess.run(command, cwd=ROOT, env=PLAIN_GIT, capture_output=True, encoding="utf-8")

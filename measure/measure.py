@@ -293,7 +293,11 @@ def arguments():
     parser.add_argument("--repeat", type=int, help="passes over the ladder, default 3, or 1 on a CPU")
     parser.add_argument("--device", help="default: the accelerator that PyTorch finds, or cpu")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NN", help="only these rungs (such as 05 06) and their previous rungs"
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NN",
+        help="only these rungs (such as 05 06), and the script that each is compared with",
     )
     parser.add_argument(
         "--peers", action="store_true", help="also measure loops built on transformers, and ddp_run.py under torchrun"

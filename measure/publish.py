@@ -1,6 +1,6 @@
-"""Write the computed parts of README.md and docs/pages/:  python measure/publish.py [FOLDER]   (make figures)
+"""Write the generated parts of README.md and docs/pages/:  python measure/publish.py [FOLDER]   (make figures)
 
-Each computed part is between two comments in its file. Its contents come from ladder.toml, the scripts, measure/ and
+Each generated part is between two comments in its file. Its contents come from ladder.toml, the scripts, measure/ and
 results/. You can name the folders of the measurements to show. The default is the newest measurement of each device and
 model, GPUs first. This program also writes summary.txt in these folders and the plots in docs/pages/img/. If its
 inputs are unchanged, a second run changes no file.

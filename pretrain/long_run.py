@@ -5,7 +5,7 @@ an uninterrupted run to the last digit. A checkpoint contains the step, the posi
 numbers per parameter: its weight and AdamW's two moments. With 124M parameters, a checkpoint takes 1.5 GB. After SIGINT
 or SIGTERM, a run with checkpoints finishes the current step, saves a checkpoint and exits.
 
-When it does not help: it does not speed up training, and a run of a few minutes is easy to start again.
+When it does not help: steps do not get faster, and a run of a few minutes is easy to start again.
 
     torchrun --standalone --nproc_per_node=2 pretrain/long_run.py --steps 5000 --checkpoint-dir runs/a --resume
     make diff-long    shows what this file changes
@@ -387,7 +387,9 @@ def resume(args, task, model, optimizer, loader):
         if len(set(steps)) > 1:
             raise UserError(f"the ranks do not see the same {folder}: they would resume at steps {steps}")
     if folder and not run["step"] and args.rank == 0:
-        save_whole(folder / "step_00000000.pt", run)  # no weights yet; after a kill, this file identifies the log
+        save_whole(
+            folder / "step_00000000.pt", run
+        )  # no weights; a run killed early needs its "begun" to recognize its log
     if run["step"]:  # a model with dropout would also need the random generators' states
         set_state_dict(model, optimizer, model_state_dict=run.pop("model"), optim_state_dict=run.pop("optim"))
         loader.position = run["position"]

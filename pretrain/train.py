@@ -5,7 +5,7 @@ are padded at the end. This does not change the results, because no token attend
 split among the ranks. With --checkpoint-dir, the script saves a checkpoint before each evaluation except the one at
 step 0. Resuming from this checkpoint repeats the evaluation. The defaults are the recipe for GPT-2 124M on 10B tokens.
 
-When it does not help: it is unsuitable for measuring speed, because the printed step times exclude the evaluations.
+When it does not help: to measure speed, use long_run.py. The step times printed here exclude the evaluations.
 
     torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 --checkpoint-dir runs/gpt2 --resume
     make diff-train    shows what this file changes
@@ -478,7 +478,9 @@ def resume(args, task, model, optimizer, loader):
         if len(set(steps)) > 1:
             raise UserError(f"the ranks do not see the same {folder}: they would resume at steps {steps}")
     if folder and not run["step"] and args.rank == 0:
-        save_whole(folder / "step_00000000.pt", run)  # no weights yet; after a kill, this file identifies the log
+        save_whole(
+            folder / "step_00000000.pt", run
+        )  # no weights; a run killed early needs its "begun" to recognize its log
     if run["step"]:  # a model with dropout would also need the random generators' states
         set_state_dict(model, optimizer, model_state_dict=run.pop("model"), optim_state_dict=run.pop("optim"))
         loader.position = run["position"]

@@ -144,7 +144,10 @@ def clips():
 
 
 def load(script):
-    """Import a script and shrink its nano to the size of SMALL. A module that imported MODELS keeps the full size."""
+    """Import a script and shrink its nano to the size of SMALL.
+
+    A module that ran `from <script> import MODELS` before this call still has the full-size nano.
+    """
     module = importlib.import_module(Path(script).stem)
     if hasattr(module, "MODELS"):
         small = module.GPTConfig(n_layer=2, n_head=2, n_embd=32)

@@ -201,7 +201,7 @@ def test_other_micro_batches_continue_with_the_same_text(saved, undisturbed):
     assert float(step.printed["loss"]) == pytest.approx(float(undisturbed[6].printed["loss"]), abs=1e-4)
 
 
-def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(undisturbed, tmp_path):
+def test_resume_starts_without_a_checkpoint_and_stops_if_all_steps_are_done(undisturbed, tmp_path):
     arguments = "--checkpoint-dir", tmp_path / "new" / "folder", "--resume", "--log-file", tmp_path / "log.jsonl"
     assert curve(train(8, *arguments)) == curve(undisturbed)
     assert train(8, *arguments) == []  # as when a finished job is requeued
@@ -236,7 +236,7 @@ def test_the_newest_is_found_whatever_the_number_of_its_digits(tmp_path, script)
 
 
 @pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
-def test_a_checkpoint_of_a_gpu_is_read_where_there_is_none(tmp_path, monkeypatch, script):
+def test_a_checkpoint_from_a_gpu_loads_without_one(tmp_path, monkeypatch, script):
     """A GPU checkpoint is loaded to the CPU, so loading needs no GPU and ranks do not all use GPU 0."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
@@ -271,7 +271,7 @@ class Command:
 
 @pytest.mark.parametrize("how", ["cut short", "empty", "of another program", "no zip", "code"])
 @pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(saved, undisturbed, capfd, how, script):
+def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(saved, undisturbed, capfd, how, script):
     damage(saved / "step_00000006.pt", how)
     steps = train(8, "--checkpoint-dir", saved, "--resume", script=script)
     assert not (saved / "ran").exists()
@@ -281,7 +281,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(saved, undisturb
 
 
 @pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
-def test_where_all_are_damaged_nothing_is_begun(saved, no_start, script):
+def test_a_run_does_not_start_if_all_checkpoints_are_damaged(saved, no_start, script):
     for path in saved.iterdir():
         path.write_bytes(b"")
     before = names(saved)
@@ -334,7 +334,7 @@ def killed(*args):
     raise KeyboardInterrupt  # ends the run at this call, as a kill would
 
 
-def test_a_run_that_was_killed_before_it_saved_begins_its_log_again(undisturbed, tmp_path, monkeypatch):
+def test_a_run_killed_before_its_first_save_restarts_its_log(undisturbed, tmp_path, monkeypatch):
     arguments = "--checkpoint-dir", tmp_path / "saved", "--resume", "--log-file", tmp_path / "log.jsonl"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(load(LONG), "save_checkpoint", killed)
@@ -344,7 +344,7 @@ def test_a_run_that_was_killed_before_it_saved_begins_its_log_again(undisturbed,
     assert [record["step"] for record in records(tmp_path / "log.jsonl")] == list(range(8))
 
 
-def test_a_log_that_lacks_what_the_checkpoint_knows_is_refused_and_left(saved, tmp_path, no_start):
+def test_a_log_without_the_steps_of_the_checkpoint_is_refused_unchanged(saved, tmp_path, no_start):
     log = tmp_path / "log.jsonl"
     whole = log.read_text()
     for left in ("", whole[: len(whole) // 2]):
@@ -399,7 +399,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path, fo
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_full_disk_ends_the_run_and_the_last_good_checkpoint_serves(saved, undisturbed, no_start):
+def test_a_full_disk_stops_the_run_and_the_last_good_checkpoint_resumes_it(saved, undisturbed, no_start):
     end = full_disk()
     try:
         no_start(
@@ -437,7 +437,7 @@ def test_a_signal_lets_the_step_end_and_be_saved(tmp_path, monkeypatch, number, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_run_of_its_own_and_saves_it(tmp_path, number):
+def test_a_signal_stops_a_single_process_and_saves_its_run(tmp_path, number):
     command = [sys.executable, ROOT / LONG, *SIZES, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved"]
     with subprocess.Popen(map(str, command), stdout=subprocess.PIPE, text=True, env=os.environ | EAGER) as process:
         lines = []

@@ -89,7 +89,10 @@ def test_a_file_of_save_is_read_too(tmp_path, name):
 
 
 def test_the_number_of_heads_follows_from_the_width():
-    """The number of heads, which a state dict lacks, follows from the hidden size. By default, heads have size 64."""
+    """The number of heads, which a state dict lacks, follows from the hidden size.
+
+    If no entry of MODELS has this hidden size, the head size is 64.
+    """
     script = load(LONG)
     configs = [*script.MODELS.values(), script.GPTConfig(n_layer=6), script.GPTConfig(n_layer=2, n_head=8, n_embd=512)]
     configs.append(script.GPTConfig(n_layer=1, n_head=1, n_embd=48))
@@ -144,7 +147,7 @@ def test_greedy_text_is_the_models_likeliest(write, prompt):
 
 
 @torch.no_grad()
-def test_text_ends_where_the_model_ends_it(write):
+def test_text_ends_at_the_end_token_of_the_model(write):
     model = uneven()
     first = likeliest(model, encode("O Romeo"), 20)[2:]
     place = next(i for i in range(2, 20) if first[i] not in first[:i])

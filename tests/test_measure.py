@@ -1040,7 +1040,7 @@ def test_make_ladder_measures_every_row(clone):
 
 
 @pytest.mark.slow
-def test_a_model_that_no_script_knows_is_refused_before_anything_is_measured(tmp_path):
+def test_an_unknown_model_is_refused_before_anything_is_measured(tmp_path):
     words = [sys.executable, "measure/measure.py", "--model", "gpt5", "--device", "cpu", "--out", tmp_path / "out"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith(

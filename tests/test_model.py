@@ -203,7 +203,7 @@ def test_the_padding_rows_are_the_mean_of_the_others(script, checkpoint):
 
 
 @pytest.mark.parametrize("script", LOADED)
-def test_the_loss_is_right_where_logits_are_far_below_zero_as_gpt2s_are(script, tmp_path, ids):
+def test_the_loss_is_right_if_logits_are_far_below_zero_like_gpt2s(script, tmp_path, ids):
     """The loss is correct for logits as low as GPT-2's, which are between -30 and -100.
 
     With such logits, padding rows of zeros would receive nearly all the probability.

@@ -167,7 +167,7 @@ def test_a_run_resumes_with_the_same_batches_and_rates_or_is_refused(
     refused(TRAIN, *args, "--steps", 2, "--resume", option, other, says=says)
 
 
-def test_a_run_that_begins_again_leaves_nothing_of_the_first_try(monkeypatch, tmp_path):
+def test_a_restarted_run_leaves_nothing_of_the_first_try(monkeypatch, tmp_path):
     """After a restart, the log and TensorBoard continue from the checkpoint's step, even with non-ASCII samples."""
     monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES | {"samples": ["漢字 🙂"]})
     purged, real = [], torch.utils.tensorboard.SummaryWriter

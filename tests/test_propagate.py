@@ -153,7 +153,7 @@ def test_a_file_that_keeps_its_own_line_holds_up_nobody(clone):
     assert clone.texts() == {script: text.replace(*steps) for script, text in before.items()}
 
 
-def test_on_the_way_down_it_stops_where_the_line_began(clone):
+def test_going_down_it_stops_at_the_first_script_with_the_line(clone):
     before = clone.texts()
     clone.edit(SCRIPTS[6], "is_causal=True)  #", "is_causal=True, scale=None)  #")
     done = clone.propagate("--down", SCRIPTS[6])
@@ -199,7 +199,7 @@ def test_an_edit_that_was_carried_is_corrected_by_restoring_the_others(clone):
     assert clone.texts() == before | corrected
 
 
-def test_a_docstring_stays_at_home(clone):
+def test_docstrings_are_not_propagated(clone):
     clone.edit("baseline.py", "the start of the ladder", "the ground")
     assert "nothing to carry" in clone.propagate("baseline.py").stdout
     clone.edit("baseline.py", *SHARED)

@@ -1,4 +1,4 @@
-"""The computed text and plots in the README and the pages match the scripts and `results/`.
+"""The generated text and plots in the README and the pages match the scripts and `results/`.
 
 Gains, percentages and reading times are recomputed. GPU results come first. If an error occurs, no file is changed. The
 README has at most 140 lines and 1,400 words.
@@ -28,7 +28,7 @@ CPU = record.read(ROOT / "results" / "cpu-amd-epyc-2026-11-23" / "ladder.json") 
 
 @functools.cache
 def written():
-    """Return the newly computed parts. Another test checks that the files contain them."""
+    """Return the newly generated parts. Another test checks that the files contain them."""
     return publish.parts(render.newest())[0]
 
 

@@ -64,7 +64,7 @@ def alone(run, *words, **environment):
 
 
 @pytest.mark.slow
-def test_uv_runs_a_script_where_nothing_is_installed(tmp_path):
+def test_uv_runs_a_script_without_an_environment(tmp_path):
     """`uv run` installs the torch version of the tests, but no development packages such as pytest or matplotlib."""
     for name in ("pyproject.toml", "input.txt", SCRIPTS[3]):
         shutil.copy(ROOT / name, tmp_path)

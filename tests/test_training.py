@@ -203,7 +203,7 @@ def test_the_summary_is_the_median_of_the_steady_steps(script, monkeypatch):
 
 # Scripts without checkpoints do not check the gradient: if it is not finite, the next loss is not finite either.
 @pytest.mark.parametrize("script, what", [*((s, "loss") for s in LOOPS), *((s, "gradient") for s in SAVING)])
-def test_what_is_not_finite_ends_the_run_and_is_not_saved(script, what, tmp_path, monkeypatch, refused):
+def test_a_value_that_is_not_finite_stops_the_run_and_is_not_saved(script, what, tmp_path, monkeypatch, refused):
     def forward(model, *args):
         zero = 0 * model.lm_head.weight.sum()
         return zero + math.inf if what == "loss" else zero.sqrt()  # the slope of sqrt at 0 is infinite
@@ -289,7 +289,7 @@ def test_a_compiled_step_returns_the_loss_and_nothing_else(script):
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("script", versions("parse_args", among=ACCUMULATE))
-def test_modes_with_cuda_graphs_are_refused_where_gradients_add_up(script, mode, monkeypatch, refused):
+def test_cuda_graph_modes_are_refused_with_gradient_accumulation(script, mode, monkeypatch, refused):
     words = "--device", "cpu", "--batch-size", 1, "--seq-len", 8, "--compile-mode", mode
     monkeypatch.setattr("sys.argv", [script, *map(str, words), "--total-batch-size", "8"])
     assert load(script).parse_args().compile_mode == mode
@@ -443,7 +443,7 @@ def test_weights_are_saved_under_plain_names_by_several_ranks_too(script, tmp_pa
 
 
 @pytest.mark.parametrize("script", [script for script in RANKED if script in SAVING])
-def test_a_signal_to_one_rank_ends_all_in_the_same_step(script, tmp_path, monkeypatch):
+def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(script, tmp_path, monkeypatch):
     """A signal to a different rank reaches this rank through the all-reduce, and both end in the same step."""
     with rank(0), monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
         patch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.add_(not tensor.is_floating_point()))
