@@ -7,7 +7,7 @@ adapts sooner when gradients change. Clipping treats all gradients as one vector
 its norm is larger. This limits how much one batch can change AdamW's moments. The script prints the norm before
 clipping; with nano on a CPU, the norm exceeds 1.0 in all 50 steps.
 
-When it does not help: steps do not get faster, because clipping adds two passes over the gradients.
+When it does not help: steps do not get faster, and clipping adds two passes over the gradients.
 
     make diff-08    shows what this file changes
 """
@@ -158,7 +158,7 @@ class DataLoaderLite:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # without it, tiktoken downloads GPT-2's vocabulary
+        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # else tiktoken would download the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))

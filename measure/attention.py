@@ -1,11 +1,11 @@
-"""Benchmark the written-out attention of rung 05 and each kernel of F.scaled_dot_product_attention.
+"""Benchmark the unfused attention of rung 05 and each kernel of F.scaled_dot_product_attention.
 
     python measure/attention.py
 
-For each sequence length, it prints the time of the forward pass, the time of the forward and backward passes together,
-and the peak memory of both passes. Written-out attention stores a score matrix that grows with T * T. FlashAttention
-(Dao et al. 2022) and similar kernels do not store the whole matrix at once. In rung 06, the model calls
-F.scaled_dot_product_attention instead of the written-out attention of rung 05. To see the diff:
+For each sequence length, it prints the time of the forward pass, the time of the forward and backward passes
+together, and the peak memory of both passes. Unfused attention stores a score matrix that grows quadratically with T.
+FlashAttention (Dao et al. 2022) and similar kernels do not store the whole matrix at once. In rung 06, the model
+calls F.scaled_dot_product_attention instead of the unfused attention of rung 05. To see the diff:
 
     git diff --no-index --word-diff speedup_05_compile.py speedup_06_flash_attn.py
 """

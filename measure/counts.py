@@ -2,9 +2,9 @@
 
 It runs two steps of each unmodified rung on fake tensors and counts the second step. Fake tensors have shapes but no
 values, so counting needs no GPU and performs no arithmetic. Runs with the same version of torch give the same counts.
-With --card, it also prints the floor of each step on that GPU. The floor is a lower bound on the step time. For each
-kernel, it is the longer of two times, FLOPs / peak and bytes / bandwidth. The floor of a step is the sum over its
-kernels.
+With --card, it also prints the floor of each step on that GPU. The floor is an estimated lower bound on the step
+time. For each kernel, it is the longer of two times, FLOPs / peak and bytes / bandwidth. The floor of a step is the
+sum over its kernels.
 
 What is counted:
 * FLOPs: only matmuls are counted, with the formulas of torch.utils.flop_counter. The count includes the scores that

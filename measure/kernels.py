@@ -18,7 +18,7 @@ STEPS = 3
 # The first pattern that matches determines the group. A compiled kernel's name lists the operations fused into it.
 GROUPS = {
     "optimizer": r"optimizer\.|adam|multi_tensor|_foreach_|vector_norm|lpnorm",
-    # bmm: the batched matmuls of written-out attention
+    # bmm: the batched matmuls of unfused attention
     "attention": r"flash|fmha|attention|sdpa|bmm",
     # nvjet: cuBLAS on Hopper and later; tem_fused: a matmul that Inductor generated and fused with later operations
     "matmul": r"gemm|gemv|nvjet|cutlass|cublas|splitk|tem_fused|^aten::_?(add|scaled_)?mm(_activation)?$",

@@ -116,7 +116,7 @@ def counted(counts):
 
 
 def floors(steps):
-    """Return the table of floors in ms, for each script of {script: step} and each card in cards.toml."""
+    """Return the table of floors in ms, with a row per script of `steps` and a column per card in cards.toml."""
     cards = {name: floor.Card.read(name) for name in read_toml("measure/cards.toml")}
     return [
         {"floor, ms": title(script)} | {name: f"{card.floor_ms(step)[0]:.1f}" for name, card in cards.items()}

@@ -170,7 +170,7 @@ class DataLoaderLite:
         self.rank, self.world_size = rank, world_size  # each rank reads every world_size-th batch
         self.B, self.T, self.position = batch_size, seq_len, 0
         self.seed = seed
-        tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # without it, tiktoken downloads the vocabulary
+        tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # else tiktoken would download the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
@@ -277,7 +277,7 @@ def parse_args():
     parser.add_argument("--steps", type=int, default=19073, help="default 19073, for 10B tokens")
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
     parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
-    parser.add_argument("--data", default=Path(__file__).with_name("fineweb10B"), help="default fineweb10B, or a text")
+    parser.add_argument("--data", default=Path(__file__).with_name("fineweb10B"), help="shards or text (fineweb10B)")
     parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
     parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
     parser.add_argument("--save", metavar="FILE", type=Path, help="file for the final weights (a state dict)")

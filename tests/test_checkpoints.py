@@ -1,6 +1,6 @@
 """A run that is killed and resumed matches an uninterrupted run bit for bit.
 
-A damaged file, a full disk, or a second run started in the same folder does not destroy a good checkpoint.
+A damaged file, a full disk, or a new run started in another run's folder does not destroy a good checkpoint.
 """
 
 import functools

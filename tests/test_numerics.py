@@ -1,8 +1,8 @@
 """With the same weights and batch, each rung computes the same logits, loss and gradients as the previous rung.
 
 The results match within 1e-5 in float32, unless a rung intentionally changes them by a known amount. Results in bf16
-and fp16, and in TF32 on a GPU, are compared with float64. AdamW's updates are compared with its equations, and ten
-compiled steps are compared with ten eager steps.
+and fp16, and in TF32 on a GPU, are compared with a float64 reference. AdamW's updates are compared with its
+equations, and ten compiled steps are compared with ten eager steps.
 """
 
 import functools
