@@ -1,4 +1,4 @@
-"""DDP (scale): training on 1, 2, 4 or 8 GPUs with half a million tokens per GPT-2 step.
+"""DDP (scale): training on 1, 2, 4 or 8 GPUs with half a million tokens per step for GPT-2.
 
 torchrun starts one process per GPU, called a rank, and each rank has a full copy of the model. A batch of half a
 million tokens does not fit on one GPU, so each rank accumulates gradients over several micro-batches of B * T tokens.
@@ -159,7 +159,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Endless consecutive batches of a UTF-8 text. Raises UserError if the text is unreadable or too short."""
+    """Endless consecutive batches from a UTF-8 text. Raises UserError if the text is unreadable or too short."""
 
     def __init__(self, path, batch_size, seq_len, rank=0, world_size=1):
         self.rank, self.world_size = rank, world_size  # each rank reads every world_size-th batch
@@ -168,7 +168,7 @@ class DataLoaderLite:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # else tiktoken would download the vocabulary
+        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
@@ -332,7 +332,7 @@ def print_summary(times, tokens_per_step, device):
 
 
 def save_whole(path, contents=None):
-    """Save `contents` for torch.load(), in full or not at all. If it is None, only test the path. Raises UserError."""
+    """Save `contents` atomically for torch.load(). If `contents` is None, only test the path. Raises UserError."""
     unfinished = Path(f"{path}.tmp")
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file")
@@ -341,7 +341,7 @@ def save_whole(path, contents=None):
             torch.save(contents, file)
         if contents:
             os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk's OSError into a RuntimeError
+    except (OSError, RuntimeError) as error:  # on a full disk, torch.save turns the OSError into a RuntimeError
         raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
     finally:
         unfinished.unlink(missing_ok=True)

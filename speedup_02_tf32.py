@@ -148,7 +148,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Endless consecutive batches of a UTF-8 text. Raises UserError if the text is unreadable or too short."""
+    """Endless consecutive batches from a UTF-8 text. Raises UserError if the text is unreadable or too short."""
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
@@ -156,7 +156,7 @@ class DataLoaderLite:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # else tiktoken would download the vocabulary
+        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))

@@ -1,9 +1,9 @@
 """Rung 03, bf16 (speed): autocast runs the matmuls in bfloat16.
 
 A bfloat16 number is the upper half of a float32: it keeps all 8 exponent bits, but only 7 of the 23 mantissa bits. It
-therefore covers the range of float32, whereas small gradients can become zero in float16. Autocast gives each matmul
-bf16 copies of its inputs. A separate kernel makes each copy; from rung 05 on, the compiler fuses most of these kernels.
-The matmul then reads and writes half as many bytes. According to NVIDIA's data sheet, an A100's peak is twice as high
+therefore covers the range of float32, whereas small gradients can become zero in float16. Autocast casts the inputs
+of each matmul to bf16. Each cast is a separate kernel; from rung 05 on, the compiler fuses most of these kernels. The
+matmul then reads and writes half as many bytes. According to NVIDIA's data sheet, an A100's peak is twice as high
 in bf16 as in TF32 (312 and 156 TFLOP/s). Weights, their gradients, the residual stream, LayerNorm and the loss stay in
 float32.
 
@@ -149,7 +149,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Endless consecutive batches of a UTF-8 text. Raises UserError if the text is unreadable or too short."""
+    """Endless consecutive batches from a UTF-8 text. Raises UserError if the text is unreadable or too short."""
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
@@ -157,7 +157,7 @@ class DataLoaderLite:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # else tiktoken would download the vocabulary
+        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))

@@ -5,8 +5,8 @@ the stream grow with the depth of the model. To prevent this, GPT-2 divides the 
 to the stream by sqrt(2 * n_layer) (Radford et al. 2019, section 2.3). With 12 layers, these weights start with a
 standard deviation of 0.02 / sqrt(24), about 0.004. This lowers nano's initial loss on a CPU from 10.83 to 10.80.
 
-When it does not help: steps do not get faster. With --init-from, the change has no effect, because the loaded weights
-replace the initial weights.
+When it does not help: the step time does not fall. With --init-from, the change has no effect, because the loaded
+weights replace the initial weights.
 
     make diff-04    shows what this file changes
 """
@@ -150,7 +150,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Endless consecutive batches of a UTF-8 text. Raises UserError if the text is unreadable or too short."""
+    """Endless consecutive batches from a UTF-8 text. Raises UserError if the text is unreadable or too short."""
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
@@ -158,7 +158,7 @@ class DataLoaderLite:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # else tiktoken would download the vocabulary
+        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))

@@ -5,7 +5,7 @@ The compiler fuses chains of element-wise operations and keeps their intermediat
 `make counts`, a GPT-2 step at B 4 and T 1024 moves 40 GB instead of 83 GB. Compiling also removes most of the Python
 overhead. The forward and the backward pass are compiled; the optimizer still runs eagerly. torch.compile needs a C++
 compiler on a CPU, or a C compiler on an NVIDIA GPU. --compile-mode reduce-overhead records the kernels as a CUDA graph
-and replays them without Python; max-autotune also times several kernels for each matmul.
+and replays them without Python; max-autotune also times several kernels for each matmul and uses the fastest.
 
 When it does not help: short runs take longer, because step 0 includes compilation.
 
@@ -151,7 +151,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Endless consecutive batches of a UTF-8 text. Raises UserError if the text is unreadable or too short."""
+    """Endless consecutive batches from a UTF-8 text. Raises UserError if the text is unreadable or too short."""
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
@@ -159,7 +159,7 @@ class DataLoaderLite:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # else tiktoken would download the vocabulary
+        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))

@@ -1,4 +1,4 @@
-"""Rung 06, flash attention (speed): the attention scores stay out of the GPU's main memory.
+"""Rung 06, flash attention (speed): the attention scores are not written to the GPU's main memory.
 
 Up to rung 05, attention writes the scores (B, n_head, T, T) to memory and reads them back several times. At B 4 and
 T 1024, one bf16 copy of the scores takes 101 MB per layer. The fused kernel (FlashAttention, Dao et al. 2022) computes
@@ -7,8 +7,8 @@ the softmax is exact. scaled_dot_product_attention divides by sqrt(head_size) it
 mask and skips tiles above the diagonal. The scores are not stored for the backward pass, which recomputes them. This
 also lowers peak memory, and recomputing the scores takes less time than writing and reading them would.
 
-When it does not help: short sequences gain little. The number of scores grows with T * T, but the remaining
-activations grow only with T, so the scores are a small fraction of the memory traffic at a small T.
+When it does not help: with short sequences, the speed-up is small. The number of scores grows with T * T, but the
+remaining activations grow only with T, so the scores are a small fraction of the memory traffic at small T.
 
     make diff-06    shows what this file changes
 """
@@ -148,7 +148,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Endless consecutive batches of a UTF-8 text. Raises UserError if the text is unreadable or too short."""
+    """Endless consecutive batches from a UTF-8 text. Raises UserError if the text is unreadable or too short."""
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
@@ -156,7 +156,7 @@ class DataLoaderLite:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # else tiktoken would download the vocabulary
+        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))

@@ -1,8 +1,8 @@
-"""Rung 07, vocabulary padding (speed): 50304 tokens instead of 50257.
+"""Rung 07, vocabulary padding (speed): the vocabulary has 50304 tokens instead of 50257.
 
-The logits (B * T, vocab_size) come from the model's largest matmul, and matmul kernels are fastest when every row
-starts at an address that is a multiple of 16. A row of 50257 bf16 numbers takes 100,514 bytes, which is not a multiple
-of 16 and may need a slower kernel. Any multiple of 8 would align the rows; 50304 = 393 * 128 also fills tiles that are
+The model's largest matmul computes the logits (B * T, vocab_size). Matmul kernels are fastest when every row starts at
+an address that is a multiple of 16. A row of 50257 bf16 numbers takes 100,514 bytes, which is not a multiple of 16, so
+the matmul may need a slower kernel. Any multiple of 8 would align the rows; 50304 = 393 * 128 also fills tiles that are
 128 columns wide. The 47 extra tokens do not occur in the text, so the model learns to give them almost no probability.
 Initializing the larger matrix draws more random numbers, so most initial weights and the losses differ from rung 06.
 
@@ -150,7 +150,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Endless consecutive batches of a UTF-8 text. Raises UserError if the text is unreadable or too short."""
+    """Endless consecutive batches from a UTF-8 text. Raises UserError if the text is unreadable or too short."""
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
@@ -158,7 +158,7 @@ class DataLoaderLite:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # else tiktoken would download the vocabulary
+        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))

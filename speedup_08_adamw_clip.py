@@ -1,4 +1,4 @@
-"""Rung 08, beta2 and clipping (quality): AdamW adapts sooner, and one bad batch does less harm.
+"""Rung 08, beta2 and clipping (quality): AdamW adapts sooner, and clipping limits the effect of one batch.
 
 Both settings are from GPT-3 (Brown et al. 2020, appendix B) and prepare for the higher learning rate of rung 09. AdamW
 divides each update by the square root of a moving average of squared gradients. With decay beta2, this average covers
@@ -7,7 +7,7 @@ adapts sooner when gradients change. Clipping treats all gradients as one vector
 its norm is larger. This limits how much one batch can change AdamW's moments. The script prints the norm before
 clipping; with nano on a CPU, the norm exceeds 1.0 in all 50 steps.
 
-When it does not help: steps do not get faster, and clipping adds two passes over the gradients.
+When it does not help: the step time does not fall, and clipping adds two passes over the gradients.
 
     make diff-08    shows what this file changes
 """
@@ -150,7 +150,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Endless consecutive batches of a UTF-8 text. Raises UserError if the text is unreadable or too short."""
+    """Endless consecutive batches from a UTF-8 text. Raises UserError if the text is unreadable or too short."""
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
@@ -158,7 +158,7 @@ class DataLoaderLite:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # else tiktoken would download the vocabulary
+        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))

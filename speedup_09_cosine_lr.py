@@ -5,7 +5,7 @@ and rises over 10 steps. This allows a peak of 6e-4, twice the rate of rung 08. 
 same peak, but with batches of 0.5M tokens instead of 4,096. The cosine then lowers the rate to about a tenth of the
 peak by the last step. The smaller updates average out noise between batches.
 
-When it does not help: steps do not get faster. The schedule depends on --steps, so step 20 of 50 has a lower
+When it does not help: the step time does not fall. The schedule depends on --steps, so step 20 of 50 has a lower
 learning rate than step 20 of 300.
 
     make diff-09    shows what this file changes
@@ -149,7 +149,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Endless consecutive batches of a UTF-8 text. Raises UserError if the text is unreadable or too short."""
+    """Endless consecutive batches from a UTF-8 text. Raises UserError if the text is unreadable or too short."""
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
@@ -157,7 +157,7 @@ class DataLoaderLite:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # else tiktoken would download the vocabulary
+        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))

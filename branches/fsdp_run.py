@@ -1,8 +1,8 @@
 """FSDP2 (scale): for a model whose weights, gradients and optimizer state do not all fit on one GPU.
 
-Each rank keeps one shard of the weights, the gradients and AdamW's two moments. These are four float32 values, so each
-rank stores 16 bytes per parameter, divided by the number of ranks. Before the ranks compute a block, they all-gather
-its weights (ZeRO, Rajbhandari et al. 2020). Activations are not sharded.
+Each rank keeps one shard of the weights, the gradients and AdamW's two moments. These four float32 values
+take 16 bytes per parameter, so each of N ranks stores 16 / N bytes per parameter. Before the ranks run a block, they
+all-gather its weights (ZeRO, Rajbhandari et al. 2020). Activations are not sharded.
 
 When it does not help: if the model fits on one GPU, DDP communicates less. FSDP2 all-gathers weights and
 reduce-scatters gradients in every micro-step, whereas DDP all-reduces gradients once per step.
@@ -162,7 +162,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Endless consecutive batches of a UTF-8 text. Raises UserError if the text is unreadable or too short."""
+    """Endless consecutive batches from a UTF-8 text. Raises UserError if the text is unreadable or too short."""
 
     def __init__(self, path, batch_size, seq_len, rank=0, world_size=1):
         self.rank, self.world_size = rank, world_size  # each rank reads every world_size-th batch
@@ -171,7 +171,7 @@ class DataLoaderLite:
             text = Path(path).read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # else tiktoken would download the vocabulary
+        tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
@@ -217,9 +217,9 @@ def parse_args():
     parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
     parser.add_argument("--save", metavar="FILE", type=Path, help="file for the final weights (a state dict)")
     parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="folder for checkpoints; none by default")
-    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="N steps and at the end, default 250")
+    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="every N steps and at the end (250)")
     parser.add_argument("--keep", metavar="K", type=int, default=2, help="how many checkpoints to keep, default 2")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if one exists")
+    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint, if one exists")
     parser.add_argument("--log-file", metavar="FILE", help="append one line of JSON per step to this file")
     args = parser.parse_args()
     args.ddp = dist.is_torchelastic_launched()  # True under torchrun, which sets the variables below
@@ -358,7 +358,7 @@ def print_summary(times, tokens_per_step, device, start):
 
 
 def save_whole(path, contents=None):
-    """Save `contents` for torch.load(), in full or not at all. If it is None, only test the path. Raises UserError."""
+    """Save `contents` atomically for torch.load(). If `contents` is None, only test the path. Raises UserError."""
     unfinished = Path(f"{path}.tmp")
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file")
@@ -368,7 +368,7 @@ def save_whole(path, contents=None):
             file.flush(), os.fsync(file.fileno())  # otherwise, a power cut could leave an empty file at `path`
         if contents:
             os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk's OSError into a RuntimeError
+    except (OSError, RuntimeError) as error:  # on a full disk, torch.save turns the OSError into a RuntimeError
         raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
     finally:
         unfinished.unlink(missing_ok=True)
@@ -379,7 +379,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def resume(args, task, model, optimizer, loader):
-    """Load the newest checkpoint, if any, and return the run's state. All ranks call it. Raises OSError, UserError."""
+    """Load the latest checkpoint, if any, and return the run's state. All ranks call it. Raises OSError, UserError."""
     folder, run = args.checkpoint_dir, {"task": task, "steps": args.steps, "step": 0, "log": 0, "begun": time.time()}
     saved = load_checkpoint(folder) if folder else None
     if saved and saved.get("step", 1) and not args.resume:
@@ -393,9 +393,7 @@ def resume(args, task, model, optimizer, loader):
         if len(set(steps)) > 1:
             raise UserError(f"the ranks do not see the same {folder}: they would resume at steps {steps}")
     if folder and not run["step"] and args.rank == 0:
-        save_whole(
-            folder / "step_00000000.pt", run
-        )  # no weights; a run killed early needs its "begun" to recognize its log
+        save_whole(folder / "step_00000000.pt", run)  # no weights; a resumed run needs "begun" to recognize its log
     if run["step"]:  # a model with dropout would also need the random generators' states
         parts = {"model_state_dict": run.pop("model"), "optim_state_dict": run.pop("optim")}
         set_state_dict(model, optimizer, **parts, options=WHOLE)
@@ -408,7 +406,7 @@ def resume(args, task, model, optimizer, loader):
 
 
 def load_checkpoint(folder):
-    """Return the newest readable checkpoint, or None. Raises OSError, or UserError if every checkpoint is damaged."""
+    """Return the latest readable checkpoint, or None. Raises OSError, or UserError if every checkpoint is damaged."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = sorted(folder.glob("step_????????.pt"), reverse=True)
     for path in paths:
@@ -422,7 +420,7 @@ def load_checkpoint(folder):
 
 
 def save_checkpoint(args, run, model, optimizer, log):
-    """Save step_N.pt and delete all but the newest checkpoints. All ranks call it. Raises OSError, UserError."""
+    """Save step_N.pt and delete all but the latest checkpoints. All ranks call it. Raises OSError, UserError."""
     weights, moments = get_state_dict(model, optimizer, options=WHOLE)
     if args.rank == 0:
         if args.log_file:

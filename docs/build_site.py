@@ -159,8 +159,8 @@ def blocks(lines):
 def read_diff(before, after):
     """Return git's diff of two scripts as a dict of the header, the docstring's hunks and the code's hunks.
 
-    The docstring's hunks have the key "folded", and the code's hunks have the key "shown". Each hunk is a pair of its
-    @@ line and what blocks() returns. If a hunk changes only the docstring, its context lines can include code. The
+    The docstring's hunks have the key "folded", and the code's hunks have the key "shown". Each hunk is a tuple of
+    its @@ line and its blocks. If a hunk changes only the docstring, its context lines can include code. The
     user's git settings are ignored. Raises ValueError if the scripts are identical or git fails.
     """
     command = ["git", "diff", "--no-index", before, after]
@@ -189,7 +189,7 @@ def read_diff(before, after):
 
 
 def in_page(svg):
-    """Return an SVG file's text, changed so that its lines and letters have the text colour of the page."""
+    """Return an SVG file's text with its lines and letters in the text colour of the page."""
     text = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("fill: #ffffff", "fill: none")
     # Styles are removed, because they would affect the whole page.
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
@@ -304,10 +304,10 @@ class Site:
         return text.replace("](docs/pages/", "](").replace('"docs/pages/', '"')
 
     def head(self, rung, predicted=""):
-        """Return the figures at the top of a rung's page: the reading time, the predicted gain and the measured gain.
+        """Return the numbers at the top of a rung's page: the reading time, the predicted gain and the measured gain.
 
         The predicted gain is the step time of the previous rung divided by the step time of this rung. Each step time
-        is the middle of its range in results/predictions.toml.
+        is the midpoint of its range in results/predictions.toml.
         """
         for one in read_toml("results/predictions.toml")["prediction"]:
             middles = [sum(one["ms"].get(script, ())) / 2 for script in (rung.before, rung.file)]
@@ -323,7 +323,7 @@ class Site:
         return self.part("head.html", rung=rung, minutes=minutes(rung), predicted=predicted, measured=measured)
 
     def counts(self, rung):
-        """Return the three counts of a rung and the previous rung, and the bytes of each group in which they differ."""
+        """Return the FLOPs, bytes and kernels of a rung and the previous rung, and the bytes of groups that differ."""
         steps = self.steps[render.COUNTED]
         names = [script for script in (rung.before, rung.file) if script]
         if missing := [script for script in names if script not in steps]:
@@ -339,7 +339,7 @@ class Site:
         return self.part("counts.md", rows=rows, names=["before", "after"] if rung.before else ["count"])
 
     def measured_ms(self, script, prediction):
-        """Return the newest median step time in ms for a prediction's device, model, B and T, or None."""
+        """Return the latest median step time in ms for a prediction's device, model, B and T, or None."""
         wanted, times = [prediction[key] for key in ("device", "model", "seq_len", "batch_size")], []
         for data in map(record.read, (ROOT / "results").glob("*/ladder.json")):
             settings = data["settings"]
@@ -366,7 +366,7 @@ class Site:
         return self.part("measured.html", script=rung.file, predicted=predicted, found=found, predictions=predictions)
 
     def plots(self, name, rows):
-        """Plot step times, losses and kernel groups of a script and the previous script -> [(alt text, SVG)]."""
+        """Plot the step times, losses and kernel groups of a script and the previous script -> [(alt text, SVG)]."""
         names, spread, made = [title(row["name"]) for row in rows], np.random.default_rng(0), []
 
         def axes(text, values, **labels):

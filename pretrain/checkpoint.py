@@ -23,7 +23,7 @@ def load_model(source, device="cpu"):
     """Return a GPT in float32 with its vocabulary padded to 50304 tokens.
 
     `source` is a checkpoint, a file written by --save, GPT-2 weights in Hugging Face format, or a folder of
-    checkpoints. In the last case, load the newest checkpoint, or best.pt if the folder has no other. Raises ValueError
+    checkpoints. From such a folder, load the latest checkpoint, or best.pt if it has no other. Raises ValueError
     with a one-line message if the model cannot be loaded or the device is missing.
     """
     try:

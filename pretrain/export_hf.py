@@ -52,7 +52,7 @@ def export(model, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("model", help="a checkpoint, or a folder whose newest checkpoint is used")
+    parser.add_argument("model", help="a checkpoint, or a folder whose latest checkpoint is used")
     parser.add_argument("folder", type=Path, help="the output folder, which must not exist yet")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))

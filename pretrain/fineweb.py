@@ -3,7 +3,7 @@
     python pretrain/fineweb.py                          writes sample-10BT, 10 billion tokens, to pretrain/fineweb10B
     python pretrain/fineweb.py --out shards *.parquet   reads your own files and writes to the folder shards
 
-Your own files can be .parquet or .jsonl with a column "text", or .txt with one document each. <|endoftext|> precedes
+Your own files can be .parquet or .jsonl with a "text" column, or .txt with one document each. <|endoftext|> precedes
 each document, and a document may continue in the next shard. If a run is killed, run the same command again to
 continue.
 
@@ -41,7 +41,7 @@ class DataError(ValueError):
 
 
 class Shard:
-    """A file of tokens: len(shard), shard[start:end] -> uint16. Raises DataError if it is damaged or not a shard."""
+    """A file of uint16 tokens, with len() and slicing. Raises DataError if the file is damaged or not a shard."""
 
     def __init__(self, path):
         self.path = Path(path)
@@ -62,7 +62,7 @@ class Shard:
 
     @cached_property
     def tokens(self):
-        """The memory-mapped tokens. They are checked on first use, because checking all at once would read 20 GB."""
+        """The memory-mapped tokens. They are checked on first use, because checking all shards would read 20 GB."""
         checksum = Path(f"{self.path}.sha256")
         digest = hashlib.sha256(np.memmap(self.path, mode="r")).hexdigest() if checksum.exists() else None
         if digest and checksum.read_text(errors="replace").lower().split()[:1] != [digest]:
@@ -201,7 +201,7 @@ def write(args, done):
 
 
 def begin(args):
-    """Return the progress of the run in args.out. Raises OSError, or ValueError if a different command wrote it."""
+    """Return the progress of the run in args.out. Raises OSError, or ValueError if a different command began it."""
     source = vars(args) | {"out": None, "files": [[file, os.path.getsize(file)] for file in args.files]}
     done = {"source": source, "shards": 0, "tokens": 0, "before": None, "skip": 0, "end": False}
     shards, progress = [Shard(path) for path in sorted(args.out.glob("*.bin"))], args.out / "progress.json"

@@ -1,8 +1,8 @@
 """Evaluate a model on HellaSwag (Zellers et al. 2019): choose the likeliest of four endings. Guessing scores 25 %.
 
-    python pretrain/hellaswag.py gpt2               evaluates GPT-2's weights, given by name or as a folder
-    python pretrain/hellaswag.py checkpoints        evaluates the newest checkpoint in a folder, or a .pt file
-    python pretrain/hellaswag.py gpt2 --data FILE   reads the public hellaswag_val.jsonl instead of the hub's copy
+    python pretrain/hellaswag.py gpt2               evaluates GPT-2 weights, given by name or as a folder
+    python pretrain/hellaswag.py checkpoints        evaluates the latest checkpoint in a folder, or a .pt file
+    python pretrain/hellaswag.py gpt2 --data FILE   reads the public hellaswag_val.jsonl instead of the copy on the hub
 
 The evaluation uses completion style: each text is the unmodified context, a space and the unmodified ending. The score
 of an ending is the sum of its tokens' log-likelihoods (acc) or their mean (acc_norm).
@@ -23,7 +23,7 @@ from fineweb import DataError, open_rows
 def read_examples(source):
     """Return the examples in a JSONL file or in a dataset on the hub.
 
-    The result is [(context tokens, four lists of ending tokens, index of the right ending)]. Raises DataError with a
+    The result is [(context tokens, four lists of ending tokens, index of the correct ending)]. Raises DataError with a
     one-line message if an example cannot be read.
     """
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parents[1] / "tokenizer"))
@@ -55,8 +55,8 @@ def negative_log_likelihood(model, idx, targets):
 def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
     """Return (right by sum, right by mean, total) counts for this rank, which evaluates every world_size-th example.
 
-    torch.compile compiles only once, because all batches have the same shape. Each row fits the longest text, and a
-    batch has about `batch_tokens` tokens.
+    torch.compile compiles only once, because all batches have the same shape. Each row has room for the longest
+    text, up to the model's block_size, and a batch has about `batch_tokens` tokens.
     """
     if not examples:
         return 0, 0, 0

@@ -1,6 +1,6 @@
 """Generate text and print it word by word:  python pretrain/sample.py checkpoints --prompt "ROMEO:" --samples 3
 
-The model is a checkpoint, a folder of checkpoints, or GPT-2's weights by name (gpt2) or as a folder. All
+The model is a checkpoint, a folder of checkpoints, or GPT-2 weights, given by name (gpt2) or as a folder. All
 samples are generated in one batch. The first sample is printed word by word, and the others are printed at the end.
 """
 

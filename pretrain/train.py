@@ -3,9 +3,10 @@
 Each of these three evaluations runs forward passes of one fixed shape, so it can use the compiled model. Shorter inputs
 are padded at the end. This does not change the results, because no token attends to later tokens. Each evaluation is
 split among the ranks. With --checkpoint-dir, the script saves a checkpoint before each evaluation except the one at
-step 0. Resuming from this checkpoint repeats the evaluation. The defaults are the recipe for GPT-2 124M on 10B tokens.
+step 0. Resuming from this checkpoint repeats the evaluation. The defaults are for training GPT-2 124M on 10B tokens.
 
-When it does not help: to measure speed, use long_run.py. The step times printed here exclude the evaluations.
+When it does not help: if you only want to measure speed, use long_run.py. The step times printed here
+exclude the evaluations.
 
     torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 --checkpoint-dir runs/gpt2 --resume
     make diff-train    shows what this file changes
@@ -170,7 +171,7 @@ class DataLoaderLite:
         self.rank, self.world_size = rank, world_size  # each rank reads every world_size-th batch
         self.B, self.T, self.position = batch_size, seq_len, 0
         self.seed = seed
-        tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # else tiktoken would download the vocabulary
+        tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
         if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
@@ -282,12 +283,12 @@ def parse_args():
     parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
     parser.add_argument("--save", metavar="FILE", type=Path, help="file for the final weights (a state dict)")
     parser.add_argument("--checkpoint-dir", metavar="DIR", type=Path, help="folder for checkpoints; none by default")
-    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="N steps and at the end, default 250")
+    parser.add_argument("--save-every", metavar="N", type=int, default=250, help="every N steps and at the end (250)")
     parser.add_argument("--keep", metavar="K", type=int, default=2, help="how many checkpoints to keep, default 2")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if one exists")
+    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint, if one exists")
     parser.add_argument("--log-file", metavar="FILE", help="append one line of JSON per step to this file")
     parser.add_argument("--warmup-steps", metavar="N", type=int, default=715, help="default 715")
-    parser.add_argument("--eval-every", metavar="N", type=int, default=250, help="N steps and at the end, default 250")
+    parser.add_argument("--eval-every", metavar="N", type=int, default=250, help="every N steps and at the end (250)")
     parser.add_argument("--prompt", default="Hello, I'm a language model,", help="the start of every sample")
     parser.add_argument("--hellaswag", metavar="FILE.jsonl", help="JSONL file, or Rowan/hellaswag from the hub")
     parser.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
@@ -445,7 +446,7 @@ def print_summary(times, tokens_per_step, device, start):
 
 
 def save_whole(path, contents=None):
-    """Save `contents` for torch.load(), in full or not at all. If it is None, only test the path. Raises UserError."""
+    """Save `contents` atomically for torch.load(). If `contents` is None, only test the path. Raises UserError."""
     unfinished = Path(f"{path}.tmp")
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file")
@@ -455,14 +456,14 @@ def save_whole(path, contents=None):
             file.flush(), os.fsync(file.fileno())  # otherwise, a power cut could leave an empty file at `path`
         if contents:
             os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk's OSError into a RuntimeError
+    except (OSError, RuntimeError) as error:  # on a full disk, torch.save turns the OSError into a RuntimeError
         raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
     finally:
         unfinished.unlink(missing_ok=True)
 
 
 def resume(args, task, model, optimizer, loader):
-    """Load the newest checkpoint, if any, and return the run's state. All ranks call it. Raises OSError, UserError."""
+    """Load the latest checkpoint, if any, and return the run's state. All ranks call it. Raises OSError, UserError."""
     folder, run = args.checkpoint_dir, {"task": task, "steps": args.steps, "step": 0, "log": 0, "begun": time.time()}
     saved = load_checkpoint(folder) if folder else None
     if folder and not saved and (folder / "best.pt").exists():
@@ -478,9 +479,7 @@ def resume(args, task, model, optimizer, loader):
         if len(set(steps)) > 1:
             raise UserError(f"the ranks do not see the same {folder}: they would resume at steps {steps}")
     if folder and not run["step"] and args.rank == 0:
-        save_whole(
-            folder / "step_00000000.pt", run
-        )  # no weights; a run killed early needs its "begun" to recognize its log
+        save_whole(folder / "step_00000000.pt", run)  # no weights; a resumed run needs "begun" to recognize its log
     if run["step"]:  # a model with dropout would also need the random generators' states
         set_state_dict(model, optimizer, model_state_dict=run.pop("model"), optim_state_dict=run.pop("optim"))
         loader.position = run["position"]
@@ -492,7 +491,7 @@ def resume(args, task, model, optimizer, loader):
 
 
 def load_checkpoint(folder):
-    """Return the newest readable checkpoint, or None. Raises OSError, or UserError if every checkpoint is damaged."""
+    """Return the latest readable checkpoint, or None. Raises OSError, or UserError if every checkpoint is damaged."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = sorted(folder.glob("step_????????.pt"), reverse=True)
     for path in paths:
@@ -505,7 +504,7 @@ def load_checkpoint(folder):
 
 
 def save_checkpoint(args, run, model, optimizer, log):
-    """Save step_N.pt and delete all but the newest checkpoints. All ranks call it. Raises OSError, UserError."""
+    """Save step_N.pt and delete all but the latest checkpoints. All ranks call it. Raises OSError, UserError."""
     weights, moments = get_state_dict(model, optimizer)
     if args.rank == 0:
         if args.log_file:
