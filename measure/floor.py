@@ -113,7 +113,10 @@ def cells(steps, card=None):
 
 
 def beside(measured, steps, card):
-    """Return a table of step times and floors, as a list of dicts of heading -> cell. `measured` is {script: ms}."""
+    """Return a table that compares measured step times with floors, as a list of dicts of heading -> cell.
+
+    `measured` is {script: ms}.
+    """
     table, before = [], None
     for script, ms in measured.items():
         floor, _ = card.floor_ms(steps[script])
