@@ -37,7 +37,7 @@ SAYS = {  # state of a script that the edit reaches -> (message of --check, mess
 def git(*command):
     """Run git and return (its output, its exit status). Raises ValueError with git's own message if git fails."""
     done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True)
-    # The exit status of merge-file is the number of conflicts.
+    # For merge-file, an exit status of up to 127 is the number of conflicts, so it is not an error.
     if done.returncode > 127 or (done.returncode and command[0] != "merge-file"):
         raise ValueError(done.stderr.decode())
     return done.stdout.decode(), done.returncode
@@ -95,7 +95,7 @@ def plan(source, edit, before, down, came_from=None, waiting=False):
             state = "marked"
         elif merged == now:
             state = "same"
-        elif now != head:  # mended: the edit conflicts with HEAD, and the rest of the edit is already applied
+        elif now != head:  # mended: the edit conflicts with HEAD, and the file already contains the rest of the edit
             mended = merge(script, head, edit)[1] and merge(script, now, edit, "--ours")[0] == now
             state = "mended" if mended else "own"
         elif waiting:

@@ -61,7 +61,7 @@ def main():
             work.wait()
         synchronize()
         times.append(1000 * (time.perf_counter() - start))
-    # A Gloo thread releases the last tensors a moment later. If Python is shutting down at that time, it aborts:
+    # A Gloo thread releases the last tensors a moment later. If Python is already shutting down, the process aborts:
     time.sleep(0.2)  # https://github.com/pytorch/pytorch/pull/179291
     dist.destroy_process_group()
     if rank > 0:

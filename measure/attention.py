@@ -2,7 +2,7 @@
 
     python measure/attention.py
 
-For each sequence length, it prints the time of the forward pass, the time of the forward and backward passes
+For each sequence length T, it prints the time of the forward pass, the time of the forward and backward passes
 together, and the peak memory of both passes. Unfused attention stores a score matrix that grows quadratically with T.
 FlashAttention (Dao et al. 2022) and similar kernels do not store the whole matrix at once. In rung 06, the model
 calls F.scaled_dot_product_attention instead of the unfused attention of rung 05. To see the diff:
@@ -69,7 +69,7 @@ def passes(attention, q, k, v):
 
 
 def peak_bytes(function, device):
-    """Return the peak memory of a call in bytes, without its inputs. If PyTorch cannot track it, return nan."""
+    """Return the peak memory of a call in bytes without its inputs, or nan if PyTorch cannot track it."""
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         module.reset_peak_memory_stats(device)
@@ -83,11 +83,11 @@ def peak_bytes(function, device):
         function()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))  # nbytes() < 0: memory was freed
+    return max(itertools.accumulate(event.nbytes() for event in events))  # freed memory has negative nbytes()
 
 
 def bench(q, k, v):
-    """Return (memory, times), two dicts whose keys are the kinds of attention.
+    """Return (memory, times), two dicts keyed by the kind of attention.
 
     `memory` contains the peak memory in MiB, or a message if the kind does not run. For each kind that runs, `times`
     contains three timings of the forward pass and three timings of both passes, in ms.

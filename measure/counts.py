@@ -130,7 +130,7 @@ class Counter(TorchDispatchMode):
             return 1.0  # for loss.item(), because a fake loss has no value
         if func is aten.masked_fill.Scalar:
             with self:
-                return args[0].clone().masked_fill_(*args[1:])  # the two operations that PyTorch runs
+                return args[0].clone().masked_fill_(*args[1:])  # PyTorch's masked_fill runs these two operations
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         kernel = func.namespace == "aten" and not func.is_view and func not in NOT_KERNELS | HOST

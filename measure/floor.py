@@ -99,7 +99,7 @@ def totals(step, group=None):
 
 
 def cells(steps, card=None):
-    """Return the counts of {script: step} as a table: a list of rows, each a dict of heading -> cell."""
+    """Return a table of counts with a row per script in `steps`, as a list of dicts of heading -> cell."""
     table = []
     for script, step in steps.items():
         flops, moved, kernels = totals(step)
@@ -113,7 +113,10 @@ def cells(steps, card=None):
 
 
 def beside(measured, steps, card):
-    """Return a table that compares {script: measured ms} with the floors: a list of dicts of heading -> cell."""
+    """Return a table that compares measured step times with floors, as a list of dicts of heading -> cell.
+
+    `measured` is {script: ms}.
+    """
     table, before = [], None
     for script, ms in measured.items():
         floor, _ = card.floor_ms(steps[script])

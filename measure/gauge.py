@@ -62,6 +62,7 @@ def busy(gpu):
         except pynvml.NVMLError:
             others, memory = 0, 0.0
         said += [f"other processes use the GPU: {others}"] if others else []
-        # A container may hide other processes but not their memory use. The driver alone uses less than 2 GiB.
+        # A container may hide other processes but not their memory use. The driver alone uses less than 2 GiB, so a
+        # higher value indicates that another process uses the GPU.
         said += [f"{memory:.0f} GiB of GPU memory is in use"] if memory > 2 else []
     return "; ".join(said) or None

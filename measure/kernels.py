@@ -3,7 +3,7 @@
 It runs the unmodified script under torch.profiler and profiles 3 steps after 5 warm-up steps. After the script's
 output, it prints one line of JSON: milliseconds per step for each group, the attention kernel that ran, and the peak
 memory that PyTorch reserved, in GiB. On a GPU, it groups kernels by their names and by the operations that launched
-them. The group "idle" is the time in which no kernel ran. On a CPU, it groups operations and sums their self times,
+them. The group "idle" is the time during which no kernel ran. On a CPU, it groups operations and sums their self times,
 which exclude nested operations. The group "idle" is then the time spent in Python and dispatch.
 """
 
@@ -69,7 +69,7 @@ def attention(names):
 
 
 def length(spans):
-    """Return the total length of (start, end) spans. Time that several spans cover counts once."""
+    """Return the total length of (start, end) spans. Overlapping time counts once."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         covered += max(0.0, end - max(start, reached))
@@ -102,8 +102,8 @@ def grouped(steps, events, gpu=False):
             operation, path = launched_in.get(kernel["args"].get("External id"), ("", ""))
             kind = group(kernel["name"], f"{path} {operation}")
             said = group(operation) if operation.startswith("aten::") else kind
-            # In these two cases, the kernel's name does not determine the group. Many kernels have generic names, and
-            # the names of cuBLAS kernels do not show whether a matmul belongs to attention.
+            # In these two cases, use the group of the operation that launched the kernel. Many kernels have generic
+            # names, and the names of cuBLAS kernels do not show whether a matmul belongs to attention.
             if kind == "normalisation and element-wise" or (kind, said) == ("matmul", "attention"):
                 kind = said
             total[kind] += kernel["dur"]

@@ -59,7 +59,7 @@ def largest(fits, start=16):
 
 
 class Measurement:
-    """A ladder.json in progress. Each result is saved before the next run begins.
+    """A measurement in progress. Each result is saved in ladder.json before the next run begins.
 
     A job is a tuple of a method, a row and further arguments. The method writes its result into the record, and returns
     a message to print or None.
@@ -224,7 +224,7 @@ class Measurement:
         return f"B {size}, {mode}  {row.name}: {result}"
 
     def fit(self, row):
-        """Find the largest micro-batch that fits on the device, among powers of two, and measure its speed."""
+        """Find the largest power-of-two micro-batch that fits on the device, and measure its speed."""
         fits = [kept["fit"] for kept in self.data["rows"] if kept["fit"] and kept["fit"]["batch_size"]]
         fit = dict.fromkeys(("batch_size", "limit", "median_ms", "tokens_per_s", "peak_memory_gib", "error"))
         fit["host"], runs = self.host["id"], {}

@@ -2,7 +2,8 @@
 
 A log is a file that a script wrote with --log-file. It contains one JSON object per line: "step" and "loss" for a
 training step, or "step" and "val_loss" for an evaluation. Lines with other JSON are skipped. You can plot a log while
-the run is still writing it. The example above writes runs/a.svg. To choose another file (.svg, .png, .pdf), use --out.
+the run is still writing it. The example above writes runs/a.svg. To choose a different file (.svg, .png, .pdf),
+use --out.
 """
 
 import argparse

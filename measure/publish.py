@@ -1,7 +1,7 @@
 """Write the generated parts of README.md and docs/pages/:  python measure/publish.py [FOLDER]   (make figures)
 
 Each generated part is between two comments in its file. Its contents come from ladder.toml, the scripts, measure/ and
-results/. You can name the folders of the measurements to show. The default is the newest measurement of each device and
+results/. You can name the folders of the measurements to show. The default is the latest measurement of each device and
 model, GPUs first. This program also writes summary.txt in these folders and the plots in docs/pages/img/. If its
 inputs are unchanged, a second run changes no file.
 """
@@ -47,7 +47,7 @@ def over(ratio):
 
 
 def minutes(rung):
-    """Return the reading time of a rung in minutes, at 200 words of its page per minute and 3 s per changed line.
+    """Return the reading time of a rung in minutes: 200 words per minute for its page, and 3 s per changed line.
 
     All lines of baseline.py count, because you read the whole file.
     """
@@ -116,7 +116,7 @@ def counted(counts):
 
 
 def floors(steps):
-    """Return the table of floors in ms, with a row per script of `steps` and a column per card in cards.toml."""
+    """Return the table of floors in ms, with a row per script in `steps` and a column per card in cards.toml."""
     cards = {name: floor.Card.read(name) for name in read_toml("measure/cards.toml")}
     return [
         {"floor, ms": title(script)} | {name: f"{card.floor_ms(step)[0]:.1f}" for name, card in cards.items()}
@@ -232,7 +232,7 @@ def with_parts(path, texts):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("folders", nargs="*", type=Path, help="default: the newest results of each device and model")
+    parser.add_argument("folders", nargs="*", type=Path, help="default: the latest results of each device and model")
     args = parser.parse_args()
     try:
         folders = [folder.resolve() for folder in args.folders]

@@ -33,7 +33,7 @@ def parse(text, errors="", status=0, steps=None):
     }
     if status:
         said = [line.strip() for line in errors.splitlines() if line.strip()]
-        said = [line for line in said if ": error: " in line] or said  # torchrun adds its own report
+        said = [line for line in said if ": error: " in line] or said  # ignore the report that torchrun adds
         killed = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         run["error"] = said[-1] if said and status > 0 else killed
     elif steps is not None and len(found) != steps:
@@ -81,7 +81,7 @@ def rounded(number):
 
 
 def precision_used(wanted, said):
-    """Return the precision that a rung used. The rung's output reports each unsupported precision."""
+    """Return the precision that a rung used, given its output, which reports each unsupported precision."""
     if wanted == "bf16" and "no bf16 here" in said:
         wanted = "tf32"
     return "float32" if wanted == "tf32" and "no TF32 here" in said else wanted

@@ -114,7 +114,7 @@ def batch_cells(data):
 
 
 def commits(data):
-    """Return the abbreviated commits of a measurement, such as "Commit 2e54cd5"."""
+    """Return the abbreviated commits of a measurement as text, such as "Commit 2e54cd5"."""
     known = [commit.replace(commit[:40], commit[:7]) for commit in data["commits"] if commit]
     return f"Commit {' and '.join(known)}" if known else "Commit unknown"
 
@@ -184,7 +184,7 @@ def curves(axes, rows, over):
 
 
 def three_counts(steps, log, wide=True):
-    """Draw four bar plots of {script: step}: the ms per step in a public log, and the three counts by group.
+    """Draw four bar plots of the scripts in `steps`: the ms per step in a public log, and the three counts by group.
 
     The counts use the batch size of the log. The plots are in one row, or in one column for a narrow screen.
     """
@@ -244,7 +244,7 @@ def figures(data):
 
 
 def svg(figure):
-    """Return a figure as SVG text. Equal figures give equal text."""
+    """Return a figure as SVG text. Equal figures produce equal text."""
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
@@ -277,9 +277,9 @@ def write(folder):
 
 
 def newest():
-    """Return {folder name: measurement} with the newest finished measurement of each device and model.
+    """Return {folder name: measurement} with the latest finished measurement of each device and model.
 
-    GPT-2 on GPUs comes first, then other models on GPUs, then CPUs. In each group, the newest measurement comes first.
+    GPT-2 on GPUs comes first, then other models on GPUs, then CPUs. In each group, the latest measurement comes first.
     """
     found, shown = [], {}
     for path in (ROOT / "results").glob("*/ladder.json"):

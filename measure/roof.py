@@ -1,8 +1,8 @@
 """Measure the peak speed of this device:  python measure/roof.py --model gpt2 --batch-size 4
 
 It prints JSON with the TFLOP/s of matmuls and the GB/s of a copy. The matmuls use each precision that the device
-supports, the shapes of GPT-2's linear layers, and one large square shape. The GB/s of the copy include both the bytes
-read and the bytes written. All inputs are random, because a kernel can run faster on zeros.
+supports, the shapes of GPT-2's linear layers, and one large square shape. The GB/s figure of the copy includes both
+the bytes read and the bytes written. All inputs are random, because a kernel can run faster on zeros.
 
 In each round, torch.utils.benchmark measures the median time of a call, and the device is synchronized before each
 clock reading. The result is the best of three rounds, because interference lowers the speed. On a GPU, the program
