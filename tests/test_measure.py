@@ -244,7 +244,7 @@ def rung_10(updates):
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
     done = updates("measure/peers.py", peer, **EAGER if peer == "trainer" else {})  # compiling one peer is enough
-    assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # differ due to the 47 padding rows and bf16
+    assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # differ slightly due to the 47 padding rows and bf16
     assert rung_10.losses[-1] < rung_10.losses[0] - 0.05
     for (theirs, their_norm), (ours, our_norm) in zip(done.updates, rung_10.updates, strict=True):
         ours[1][-1] -= 47 * 32  # the padding rows are in the group with weight decay
