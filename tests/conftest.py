@@ -157,7 +157,7 @@ def load(script):
 
 
 def nano(script, seed=1337):
-    """Return a script's nano model, initialized from the seed in the same way as in the script."""
+    """Return a script's nano model, initialized from the seed as in the script."""
     module = load(script)
     torch.manual_seed(seed)
     return module.GPT(module.MODELS["nano"])
@@ -264,7 +264,7 @@ def watch(script, *args, compiled=False, **options):
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Replace GPUs with the CPU. Append each copy to a GPU and each call that would block Python to `events`."""
+    """Run GPU work on the CPU. Record in `events` each copy to a GPU and each call that would block Python."""
 
     def __init__(self, events):
         super().__init__()
@@ -284,7 +284,7 @@ class OnTheCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def made_up_gpu(events=None, capability=(9, 0), *others):
-    """Make torch find one GPU per compute capability within this context, and run the GPUs' work on the CPU.
+    """Make torch find a GPU of each given compute capability within this context, and run the GPUs' work on the CPU.
 
     `events` receives the synchronize and set_device calls, and the copies and waits that OnTheCpu records.
     """

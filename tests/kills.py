@@ -72,7 +72,7 @@ def newest(folder):
 
 
 def unfinished(folder):
-    """Return an unfinished checkpoint's (last write time, bytes). It remains after a kill until the next save."""
+    """Return (last write time, bytes) of an unfinished checkpoint. It remains after a kill until the next save."""
     found = []
     for path in folder.glob("*.pt.tmp"):
         try:

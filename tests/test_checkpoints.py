@@ -152,7 +152,7 @@ def full_disk():
 def test_save_writes_a_whole_file_or_fails_before_training_if_it_can(tmp_path, script, refused, monkeypatch):
     words = "--device", "cpu", *SIZES, "--steps", 2, *SCHEDULE * (script == TRAIN)
     (tmp_path / "file").touch()
-    os.mkfifo(tmp_path / "pipe")  # not a regular file, like /dev/null
+    os.mkfifo(tmp_path / "pipe")  # like /dev/null, not a regular file
     path = tmp_path / "weights.pt"
     path.write_text("of an earlier run")
     before = names(tmp_path)
@@ -321,7 +321,7 @@ def test_what_another_run_left_is_not_touched(saved, tmp_path, no_start, script)
     other = "--checkpoint-dir", tmp_path / "other", "--resume"
     no_start(*other, "--log-file", "log.jsonl", says="not the log of this run")
     assert (names(saved), (tmp_path / "log.jsonl").read_bytes()) == before
-    torch.save({"weights": torch.zeros(3)}, tmp_path / "new" / "step_00000009.pt")  # from a different program
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "new" / "step_00000009.pt")  # a file from a different program
     no_start("--checkpoint-dir", tmp_path / "new", says="has checkpoints: --resume")
     no_start(*new, says="of another run: --model None, not nano")
     (tmp_path / "new" / "step_00000009.pt").unlink()
@@ -460,7 +460,7 @@ def test_a_kill_while_saving_loses_only_that_checkpoint(saved, undisturbed, tmp_
     def cut(state, file):
         file.write(pickle.dumps(state["step"]))
         file.flush()
-        shutil.copytree(saved, at_the_kill)  # the state that a kill leaves: no rename and no cleanup
+        shutil.copytree(saved, at_the_kill)  # the state after a kill: the file is neither renamed nor removed
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -478,7 +478,10 @@ def test_a_damaged_checkpoint_is_not_one_of_those_kept(saved):
 
 
 def test_what_a_user_puts_beside_the_checkpoints_stays(saved):
-    """A user's files and the new checkpoint are kept despite future file times and a damaged later checkpoint."""
+    """A user's files and the new checkpoint are kept.
+
+    All files are dated in the future, and a later checkpoint is damaged.
+    """
     for name in ("step_best.pt", "step_6.pt", "weights.pt"):
         shutil.copy(saved / "step_00000006.pt", saved / name)
     damage(saved / "step_00000006.pt", "cut short")

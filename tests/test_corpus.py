@@ -134,7 +134,7 @@ def test_less_than_one_shard_is_divided_and_a_second_run_does_nothing(shard, ref
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.bin")}
     shard(*arguments)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.bin")} == before
-    (tmp_path / "shards" / "shard_train_000001.bin").unlink()  # the set is no longer complete
+    (tmp_path / "shards" / "shard_train_000001.bin").unlink()  # a shard is missing
     refused("pretrain/fineweb.py", *arguments, says=".*shard_train_000001.bin")
 
 

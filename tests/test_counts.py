@@ -89,7 +89,7 @@ def test_the_bytes_of_the_masked_softmax():
 
 @pytest.mark.parametrize(("fused", "passes"), [(False, 20), (True, 7)])
 def test_the_bytes_of_adamw(fused, passes):
-    """Fused AdamW reads weight, gradient and moments, and writes weight and moments. Plain AdamW has eight kernels."""
+    """Fused AdamW reads weight, gradient and moments, and writes weight and moments. Unfused AdamW runs 8 kernels."""
     weights = [torch.zeros(3, 5, requires_grad=True), torch.zeros(7, requires_grad=True)]
     optimizer = torch.optim.AdamW(weights, fused=fused, foreach=not fused)
     for weight in weights:
@@ -179,7 +179,7 @@ def test_what_the_compiler_fuses_is_fewer_kernels_and_fewer_bytes_and_the_same_t
     scores = {kernel.bytes for kernel in compiled if "softmax" in kernel.name}
     assert scores and not any("softmax" in kernel.name and "log" not in kernel.name for kernel in flash)
     table = 4 * 50257 * 128
-    # The backward pass fills the whole table with zeros. The forward pass reads only the rows of its tokens.
+    # The backward pass fills the whole table with zeros. The forward pass reads only the rows of the batch's tokens.
     assert table in {kernel.bytes for kernel in compiled if "embedding_dense_backward" in kernel.name}
     assert max(kernel.bytes for kernel in compiled if "embedding_native" in kernel.name) < table / 10
     counts.SCHEDULES.clear()

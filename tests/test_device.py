@@ -49,7 +49,7 @@ def test_a_ceiling_is_operations_over_seconds(monkeypatch):
     found = roof.measure(config, tokens=64, device=torch.device("cpu"))
     row = next(row for row in found["matmul"] if (row["precision"], row["name"]) == ("float32", "lm_head"))
     assert row["shape"] == (64, 32, 100) and row["tflops"] == pytest.approx(2 * 64 * 32 * 100 / 0.5 / 1e12, rel=1e-3)
-    assert found["ceilings_tflops"]["float32"] == pytest.approx(2 * 2048**3 / 0.5 / 1e12, rel=1e-3)  # the square matmul
+    assert found["ceilings_tflops"]["float32"] == pytest.approx(2 * 2048**3 / 0.5 / 1e12, rel=1e-3)  # square matmul
     assert found["copy_gb_per_s"] == pytest.approx(2 * 2**28 / 0.5 / 1e9, rel=1e-3)  # each byte is read and written
 
 
@@ -384,7 +384,7 @@ def test_on_a_gpu_a_profile_finds_the_kernels_of_the_runs_before_it(gpu, monkeyp
         with made_up_gpu() if gpu else contextlib.nullcontext(), pytest.raises(SystemExit, match="at least 9 steps"):
             kernels.profile(str(tmp_path / "script.py"))
         assert cpp.enable_kernel_profile == (not gpu)
-        assert (torch._inductor.config.save_config_portable() == before) == gpu  # it is part of Inductor's cache key
+        assert (torch._inductor.config.save_config_portable() == before) == gpu  # part of Inductor's cache key
 
 
 @pytest.mark.slow

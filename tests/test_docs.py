@@ -135,7 +135,7 @@ def test_a_rungs_page_has_all_that_a_reader_looks_for(soup, script):
         assert not exercise.has_attr("open") and "?" in exercise.summary.text
     assert exercises
     assert len(article.select('h2#sources + ul a[href^="https://"]')) >= 2
-    article = BeautifulSoup(str(article), "html.parser")  # a copy that is reduced to its prose
+    article = BeautifulSoup(str(article), "html.parser")  # reduce a copy to its prose
     for part in article.select("h1, .facts, .diff, .results, h2#sources + ul, h2#run-it + div, .headerlink"):
         part.decompose()
     words = len(re.findall(r"[\w,.']*\w", article.text))
@@ -409,7 +409,7 @@ def test_a_gpus_result_comes_first_also_with_failed_runs_and_no_peak(made_up):
     pages = [BeautifulSoup((folder / page).read_text(encoding="utf-8"), "html.parser") for page in RUNG_PAGES]
     assert [result["data-result"] for result in pages[0].select(".result")] == ["made-up", *RESULTS]
     for script, page in zip(SCRIPTS, pages, strict=True):
-        if script != "ddp_run.py":  # its previous rung is now the new rung
+        if script != "ddp_run.py":  # the new rung now precedes ddp_run.py
             check_findings(page, script, "made-up", data)
     assert "A pass failed: the first pass failed" in pages[1].text
     said = "Predicted on 2026-11-23 for NVIDIA H200, B {}, T 1024: {} ms per step; measured: {} ms, {}."
@@ -491,7 +491,7 @@ def base(request, urls):
 
 
 # Storage, search and loading may behave differently from files than from a server, so their tests use both.
-# Other tests use files.
+# Other tests use only files.
 from_both = pytest.mark.parametrize("base", ["file", "http"], indirect=True)
 
 

@@ -171,7 +171,7 @@ def test_no_sample_is_a_row_of_padding(write):
 
 
 def test_each_option_of_sampling_has_its_effect(write):
-    """Each option near its limit gives the greedy text. Different values or seeds give different texts."""
+    """Options that leave one likely token give the greedy text. Different values or seeds give different texts."""
     model, short = uneven(), ("--prompt", "O Romeo", "--tokens", 12)
     greedy = write(model, *short, "--temperature", 0)
     for option in (["--top-k", 1], ["--top-p", 1e-6], ["--temperature", 1e-3]):

@@ -42,14 +42,14 @@ def example(endings, label, context="The cat", **more):
     return json.dumps({"ind": 1, "ctx": context, "endings": endings, "label": label} | more) + "\n"
 
 
-@torch.compiler.set_stance("force_eager")  # another test runs it compiled, as users do
+@torch.compiler.set_stance("force_eager")  # a different test runs it compiled, as users do
 def scores(path, model):
     by_sum, by_mean, n = hellaswag.count_right(model, hellaswag.read_examples(path), 1024, torch.device("cpu"))
     return by_sum, by_mean, n
 
 
 def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
-    """Hand-made examples get the expected scores. The logit for " cat" is 1 above " dog" and 20 above the rest."""
+    """Hand-made examples get the right scores. The " cat" logit is 1 above the " dog" logit and 20 above the rest."""
     long = "A much longer context, which costs a lot"
     lines = [  # (example, whether the sum picks the right ending, whether the mean picks it)
         (example(["cat cat", "dog dog", "sun", "sun sun"], 0), True, True),

@@ -115,7 +115,7 @@ def test_known_times_give_known_medians_ratios_and_shares():
 
 
 def test_a_ratio_is_taken_within_a_pass_and_its_spread_over_the_passes():
-    # The machine is half as fast in the second pass. Compared across passes, b would seem 1 to 4 times as fast as a.
+    # The machine is half as fast in the second pass. Across passes, b would seem to be 1 to 4 times as fast as a.
     slower = [2 * ms for ms in SLOW], [2 * ms for ms in FAST]
     data = measurement(made("a", [SLOW, slower[0], SLOW]), made("b", [FAST, slower[1], [40.0] * 20], before="a"))
     assert data["rows"][1]["over_before"] == {"median": 2, "low": 2, "high": 2.5}
@@ -244,7 +244,7 @@ def rung_10(updates):
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
     done = updates("measure/peers.py", peer, **EAGER if peer == "trainer" else {})  # compiling one peer is enough
-    assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # the 47 padding rows and bf16 change them slightly
+    assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # differ slightly due to the 47 padding rows and bf16
     assert rung_10.losses[-1] < rung_10.losses[0] - 0.05
     for (theirs, their_norm), (ours, our_norm) in zip(done.updates, rung_10.updates, strict=True):
         ours[1][-1] -= 47 * 32  # the padding rows are in the group with weight decay
@@ -300,7 +300,7 @@ def watched():
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peers_step_is_timed_with_its_batch(peer, watched):
     steps = "".join(f"{event} " for event in watched(peer)[0] if event != "compile").split("clock ")[1::2]
-    if peer == "trainer":  # it prefetches one batch, so the first step fetches two; at the end, it logs the run
+    if peer == "trainer":  # Trainer prefetches one batch, so the first step fetches two. At the end, it logs the run.
         assert steps.pop() == "" and steps[0].startswith("next_batch ")
         steps[0] = steps[0].removeprefix("next_batch ")
     assert [sorted(step.split()) for step in steps] == 3 * [["backward", "forward", "next_batch", "step"]]
@@ -529,7 +529,7 @@ def test_all_failing_is_a_failure_after_one_pass(made_up):
     assert done.returncode == 1 and done.stderr == "measure.py: error: every script failed\n"
     assert (
         done.stdout.count("a.py: error: 10000 tokens, but B 100 and T 128 need more") == 2
-    )  # once when it happened and once in the table
+    )  # printed when the error occurred, and again in the table
     assert made_up.order() == list("abc")
     made_up.call("--repeat", 3, "--profile", "--batch-size", 100)
     assert made_up.order() == list("abc")  # running the command again tries each script once more
@@ -731,7 +731,7 @@ def test_another_measurement_is_never_written_over(made_up):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "has a measurement with different settings: use another folder" in done.stderr
     assert path.read_bytes() == before
-    assert made_up.call("--repeat", 5).returncode == 0  # without --out, it creates a new folder
+    assert made_up.call("--repeat", 5).returncode == 0  # without --out, measure.py creates a new folder
     other = path.parent.with_name(f"{path.parent.name}-2")
     assert made_up.result(other)[1]["settings"]["repeat"] == 5
     assert path.read_bytes() == before
@@ -796,7 +796,7 @@ def test_fit_finds_the_largest_batch_and_measures_there(made_up):
     done = made_up.call("--fit", "--repeat", 1)
     assert done.returncode == 0, done.stderr
     fits = [row["fit"] for row in made_up.result()[1]["rows"]]
-    assert [fit["batch_size"] for fit in fits] == [8, 8, 64]  # the 10,000 tokens are enough for B 78
+    assert [fit["batch_size"] for fit in fits] == [8, 8, 64]  # the 10,000 tokens are enough for at most B 78
     assert all("out of memory with B 16 and T 128" in fit["limit"] for fit in fits[:2])
     assert fits[2]["limit"] == "c.py: error: 10000 tokens, but B 128 and T 128 need more"
     assert [fit["tokens_per_s"] for fit in fits] == [16_000, 32_000, 64_000]

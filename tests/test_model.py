@@ -128,7 +128,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_targets(script):
     nn.init.constant_(model.transformer.ln_f.weight, 10.0)  # equal logits would hide errors in the averaging
     torch.manual_seed(0)
     ids, targets = torch.randint(50257, (2, 3, 8))
-    targets[:, ::2] = torch.arange(3)[:, None]  # low ids must count like other ids
+    targets[:, ::2] = torch.arange(3)[:, None]  # ids 0 to 2 must count like other ids
     logits, loss = model(ids), model(ids, targets)
     assert logits.shape == (3, 8, model.config.vocab_size)
     chosen = torch.log_softmax(logits.double(), dim=-1).gather(-1, targets[..., None])
@@ -227,7 +227,7 @@ def test_a_run_starts_from_the_folder_and_takes_its_shape(checkpoint):
     printed = play("speedup_04_residual_init.py", "--init-from", checkpoint[0], "--steps", 1, "--batch-size", 1)
     size = sum(p.numel() for p in checkpoint[1].parameters())
     assert f" {checkpoint[0]} {size:,} parameters | B 1 T 1024" in printed
-    assert abs(float(STEP.search(printed)["loss"]) - math.log(50257)) > 0.1  # new weights would start at this loss
+    assert abs(float(STEP.search(printed)["loss"]) - math.log(50257)) > 0.1  # random weights would start at this loss
 
 
 def garbage(folder):
@@ -280,5 +280,5 @@ def test_a_missing_transformers_is_one_clear_error(refused, checkpoint, monkeypa
     "name, hub", [("nowhere", ", and .* hub failed: "), ("../no/such/folder", "$"), ("./nowhere", "$")]
 )
 def test_a_folder_that_is_not_there_is_called_that(refused, name, hub):
-    """A missing folder is reported as missing. The hub's error is added only if the name could be on the hub."""
+    """The error reports that the folder is missing. The hub's error is added only if the name could be on the hub."""
     refused("baseline.py", "--init-from", name, says=f"{name}: no such folder{hub}")

@@ -196,7 +196,7 @@ def test_a_restarted_run_leaves_nothing_of_the_first_try(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("steps, warns", [(20, True), (21, False)])
 def test_a_run_that_is_all_warm_up_is_said_to_be(monkeypatch, capsys, steps, warns):
-    """The header warns if all steps are warm-up. With 715 of them, a 60-step run's learning rate stays too low."""
+    """The header warns if all steps are warm-up. With 715 such steps, a 60-step run's learning rate stays too low."""
     monkeypatch.setattr("sys.argv", ["train.py", "--device", "cpu", "--steps", str(steps), "--warmup-steps", "20"])
     train.print_header(train.parse_args(), nano(TRAIN), train.DataLoaderLite(ROOT / "README.md", 1, 8))
     assert ("all 20 steps are warm-up: --warmup-steps is 20" in capsys.readouterr().out.splitlines()) == warns
@@ -271,7 +271,7 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
             assert process.wait() == -signal.SIGKILL, out.read_text(encoding="utf-8")
     last = run(TRAIN, *arguments, *paths, "--resume", folder=small, **EAGER)
     assert last.returncode == 0, last.stderr
-    assert records(tmp_path / "log.jsonl") == records(whole / "log.jsonl")  # losses, scores and samples
+    assert records(tmp_path / "log.jsonl") == records(whole / "log.jsonl")  # equal losses, scores and samples
     assert scalars(tmp_path / "tb") == scalars(whole / "tb")
     for name in ("step_00000008.pt", "best.pt"):
         ours, theirs = (torch.load(folder / "ck" / name, weights_only=True) for folder in (tmp_path, whole))

@@ -202,7 +202,7 @@ def test_a_failing_rank_stops_the_others_and_is_named(faulty, tmp_path, fault, c
     assert done.returncode != 0
     lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in lines if str(tmp_path) in line]
-    # Failure times are in whole seconds, so torchrun's root cause may be a consequence of rank 1's failure.
+    # Failure times are in whole seconds, so torchrun may report a consequence of rank 1's failure as the root cause.
     _, *failures = re.split(r"\n *\[\d\]:\n", done.stderr)
     failed = [failure for failure in failures if re.search(r"rank +: 1 ", failure)]
     assert len(failed) == 1 and cause in failed[0], done.stderr

@@ -132,7 +132,7 @@ def test_the_printed_lines_follow_the_contract(printed, script):
         times.append(ms)
     summary = SUMMARY.fullmatch(lines[STEPS])
     assert summary, lines[STEPS]
-    assert (summary["first"], summary["last"]) == ("2", "3")  # in a run under 20 steps, the median skips the first half
+    assert (summary["first"], summary["last"]) == ("2", "3")  # below 20 steps, the median skips the first half
     assert float(summary["ms"]) == pytest.approx(statistics.median(times[2:]), abs=0.02)
     assert float(summary["rate"].replace(",", "")) == pytest.approx(
         tokens / float(summary["ms"]) * 1000, rel=1e-3, abs=1

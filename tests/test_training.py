@@ -300,7 +300,7 @@ def test_cuda_graph_modes_are_refused_with_gradient_accumulation(script, mode, m
 @pytest.mark.parametrize("script", [*clips(), TRAIN])
 def test_the_gradient_is_clipped_to_a_norm_of_1_before_the_step(script, recorded):
     for step in recorded(script)[0]:
-        assert float(step.printed["norm"]) > 1.5  # the norm before clipping is large enough to be clipped
+        assert float(step.printed["norm"]) > 1.5  # the gradient is large enough to be clipped
         assert step.norm == pytest.approx(1.0, abs=1e-4)
 
 
@@ -369,7 +369,7 @@ def test_micro_steps_add_up_to_the_gradient_of_the_whole_batch(script):
 
 @contextlib.contextmanager
 def rank(number, world_size=2):
-    """Make a script one of several ranks within this context. The simulated ranks return the same values."""
+    """Make a script run as one of several ranks within this context. The simulated ranks return the same values."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     begin, dist = torch.distributed.init_process_group, torch.distributed
@@ -398,7 +398,7 @@ def rank(number, world_size=2):
         patch.setattr(dist, "init_device_mesh", lambda *args: None)
         patch.setattr(load(FSDP), "fully_shard", lambda part, mesh: part)  # no sharding: tensors stay whole
         patch.setattr(torch.Tensor, "full_tensor", lambda tensor: tensor, raising=False)
-        patch.setattr("sys.stdout", sys.stdout)  # main() silences all ranks but the first
+        patch.setattr("sys.stdout", sys.stdout)  # restored later: main() silences all ranks but the first
         try:
             yield
         finally:
@@ -444,7 +444,7 @@ def test_weights_are_saved_under_plain_names_by_several_ranks_too(script, tmp_pa
 
 @pytest.mark.parametrize("script", [script for script in RANKED if script in SAVING])
 def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(script, tmp_path, monkeypatch):
-    """A signal to a different rank reaches this rank through the all-reduce, and both end in the same step."""
+    """A signal to a different rank reaches this rank through the all-reduce, and both stop after the same step."""
     with rank(0), monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
         patch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.add_(not tensor.is_floating_point()))
         play(script, *SIZES, "--steps", 4, "--checkpoint-dir", tmp_path)
