@@ -1,8 +1,8 @@
 """`make ladder` measures correctly, stays within its budget, and can continue a measurement on a different host.
 
-Medians, ratios and percentages of peak are computed from logs with known answers. The measured speed is compared with
-an external clock, and the losses and updates of the peers (training loops around `transformers`) are compared with rung
-10.
+Medians, ratios and percentages of peak are computed from logs with known answers. The measured speed is checked
+against an external clock. The losses and updates of the peers (training loops around `transformers`) are compared with
+the losses and updates of rung 10.
 """
 
 import functools
