@@ -1,7 +1,7 @@
 """Compare two measurements:  python measure/compare.py results/FOLDER results/FOLDER
 
 For each script in both measurements, it prints the two median step times with their quartiles, and the speed-up of the
-second measurement over the first. It also prints whether the two interquartile ranges touch. If they do, the difference
+second measurement over the first. It also prints whether the two interquartile ranges overlap. If they do, the difference
 may be noise.
 """
 
@@ -29,7 +29,7 @@ def cells(first, second):
                 "first, ms per step (quartiles)": step(row),
                 "second, ms per step (quartiles)": step(other),
                 "times as fast": f"{row['median_ms'] / other['median_ms']:.2f}×",
-                "ranges touch": "yes" if low <= other_high and other_low <= high else "no",
+                "ranges overlap": "yes" if low <= other_high and other_low <= high else "no",
             }
         )
     return table

@@ -56,9 +56,9 @@ def test_a_growing_scale_is_not_a_skipped_step(monkeypatch):
 
 
 def test_it_learns(monkeypatch):
-    """The loss falls within 30 steps, which requires that the scaler is applied to the optimizer.
+    """The loss falls within 30 steps, which requires that the optimizer is passed to scaler.step().
 
-    A public notebook does not apply it (docs/pages/rungs/fp16_grad_scaler.md): its loss stays at 10.93 for 50 steps.
+    In a public notebook that omits this, the loss stays at 10.93 for 50 steps (docs/pages/rungs/fp16_grad_scaler.md).
     """
     lines, _ = train(monkeypatch, 30)
     losses = [float(line["loss"]) for line in lines]

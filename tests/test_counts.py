@@ -1,6 +1,7 @@
 """The counted FLOPs, bytes and kernels of a step match formulas, hand calculations and PyTorch's profiler.
 
-The committed counts at B 4 match the current scripts, and each lower bound equals the sum that defines it.
+The committed counts at B 4 match the current scripts. The lower bound for a step is the sum, over its kernels, of
+compute time or memory time, whichever is longer.
 """
 
 import json

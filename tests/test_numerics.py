@@ -207,7 +207,11 @@ def test_fused_adamw_moves_the_weights_as_the_plain_one_does(steps):
 @pytest.mark.slow
 def test_ten_compiled_steps_match_eager(steps):
     def seen(name, p):
-        """Drop the key bias. Softmax cancels it, but AdamW turns its gradient's rounding errors into full steps."""
+        """Drop the key bias.
+
+        It does not change the softmax, so its exact gradient is zero. AdamW normalizes the rounding errors in this
+        gradient to full-size steps.
+        """
         return torch.cat([p[:32], p[64:]]) if name.endswith("c_attn.bias") else p
 
     eager = steps(SCRIPTS[4], number=10, autocast=False)
