@@ -37,7 +37,9 @@ from commands import TEN, ask, command, execute, rows
 from record import ROOT
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-PROFILED_STEPS = 12  # 4 before profiling, 1 for warm-up, 3 profiled, 4 spare: fp16 skips some updates
+# kernels.py counts optimizer updates: 4 before the profiler, 1 for its warm-up, and 3 profiled. The 4 spare steps make
+# up for the updates that fp16 skips.
+PROFILED_STEPS = 12
 FIT_STEPS = 10
 BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
 MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # must not change during a measurement
@@ -348,7 +350,7 @@ def look(args, plan):
 
 
 def resume(folder, data, plan, host, cache):
-    """Run the remaining jobs of a measurement. The table is written even if a job fails or the user stops it."""
+    """Run the remaining jobs of a measurement. The table is written even if a job fails or is interrupted."""
     new, bar = not folder.exists(), (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     folder.mkdir(parents=True, exist_ok=True)
     failed = any(row["error"] for row in data["rows"])

@@ -85,8 +85,7 @@ def ladder(data, log, counts):
 def speeds(published, counts, only=None):
     """Return the table of public speeds.
 
-    If `only` lists cards, the table contains only the fastest PyTorch run on each of them. Models that differ from
-    GPT-2 124M are then left out.
+    If `only` lists cards, the table contains only the fastest PyTorch run of GPT-2 124M on each of them.
     """
     flops = floor.totals(counts[render.COUNTED]["baseline.py"])[0] / (4 * 1024)  # per token, with masked scores
     peaks, rows = read_toml("measure/cards.toml"), {}
@@ -131,8 +130,8 @@ def floors(steps):
 def beside(measured, logs, counts):
     """Yield (log, its table of step times and floors, two lists of rungs) for each log.
 
-    One list is sorted by measured speed-up, and the other by the speed-up according to the floor. Both contain only
-    rungs that are at least 1.02 times as fast as the previous rung.
+    One list is sorted by measured speed-up, and the other by the speed-up according to the floor. Each list
+    leaves out the rungs whose speed-up over the log's previous rung is below 1.02.
     Public logs come first, followed by our measurements on GPUs. The floors for our GPUs use their measured peaks.
     """
     logs = [(log, floor.Card.read(log["card"])) for log in logs]

@@ -73,7 +73,7 @@ def medians(row):
 def faster(row, other):
     """Return the median, lowest and highest speed-up of a row over another row.
 
-    Each speed-up compares two successful runs in the same pass on the same host. If there are none, the result is None.
+    Each speed-up compares two successful runs in the same pass on the same host. Without such runs, the result is None.
     """
     mine, its = medians(row), medians(other) if other else {}
     quotients = [its[number] / mine[number] for number in mine if number in its]
@@ -97,7 +97,7 @@ def precision_used(wanted, said):
 
 
 def speed(data, batch_size, median, precision):
-    """Return tokens/s, model TFLOP/s and the fraction of the measured peak (MFU), given the median step time."""
+    """Return tokens/s, model TFLOP/s and the fraction of the measured peak (MFU) for a median step time in ms."""
     found = {"median_ms": rounded(median), "tflops": None, "roof_share": None}
     found["tokens_per_s"] = rounded(1000 * batch_size * data["settings"]["seq_len"] / median)
     if data["roof"]:
