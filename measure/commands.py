@@ -27,7 +27,10 @@ TEN = "speedup_10_fused_adamw.py"
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table. `words` are the arguments for Python. The row is compared with the row named `before`."""
+    """A row of the table. `words` are the arguments for Python, before the options that command() adds.
+
+    The table shows the row's speed-up over the row named `before`.
+    """
 
     name: str
     words: tuple
@@ -48,10 +51,10 @@ PEERS = [
 def rows(peers=False, branches=False, only=()):
     """Return the rungs of ladder.toml in order, then the branches and the peers if requested.
 
-    Peers are training loops to compare the rungs with.
+    Peers are other training loops, to compare the rungs with.
 
-    `only` contains short names (01 ... 10, ddp, fsdp, fp16). It selects these scripts and the scripts that they are
-    compared with, instead of all rungs. Raises ValueError for an unknown name.
+    `only` contains short names (01 ... 10, ddp, fsdp, fp16). If it is not empty, these scripts and the scripts that
+    they are compared with replace the full list of rungs. Raises ValueError for an unknown name.
     """
     ladder = [rung for rung in read_ladder() if rung.part in ("rung", "branch")]
     found = [
@@ -67,7 +70,7 @@ def rows(peers=False, branches=False, only=()):
 
 
 def command(row, settings, **changed):
-    """Return a row's command as a list of arguments for Python."""
+    """Return a row's command as a list of arguments for Python. `changed` contains options to replace or add."""
     flags = {name: settings[name] for name in ("model", "batch_size", "seq_len", "steps", "device")} | changed
     if row.accumulates:  # one micro-batch per optimizer step, as in the other scripts
         flags["total_batch_size"] = flags["batch_size"] * flags["seq_len"]
@@ -75,7 +78,10 @@ def command(row, settings, **changed):
 
 
 def execute(words, cache, on_step=lambda: None):
-    """Run Python with these arguments, call on_step() after each step, and return (stdout, stderr, exit status)."""
+    """Run Python with these arguments, call on_step() after each step, and return (stdout, stderr, exit status).
+
+    `cache` is the folder in which torch.compile caches its kernels.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in OVERRIDES}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     out = []

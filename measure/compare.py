@@ -1,8 +1,8 @@
 """Compare two measurements:  python measure/compare.py results/FOLDER results/FOLDER
 
-For each script in both measurements, it prints the two median step times with their quartiles, and the speed-up of the
-second measurement over the first. It also prints whether the two interquartile ranges overlap. If they do, the
-difference may be noise.
+For each script in both measurements, this program prints the two median step times with their quartiles, and the
+speed-up of the second measurement over the first. It also prints whether the two interquartile ranges overlap. If they
+do, the difference between the step times may be noise.
 """
 
 import argparse

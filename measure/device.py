@@ -1,4 +1,4 @@
-"""Helpers for the programs that run on the device: the --device option, supported precisions, and timing."""
+"""Helpers for the programs that measure a GPU or CPU: the --device option, supported precisions, and timing."""
 
 import argparse
 import time
@@ -31,7 +31,7 @@ def out_of_memory(error):
 def precisions(device):
     """Return the names of the precisions that the scripts use on this device.
 
-    A CPU without AVX-512 uses only float32, because a 16-bit matmul can take minutes on an x86 CPU of this kind.
+    On a CPU without AVX-512, this is only float32, because a 16-bit matmul can take minutes on an x86 CPU of this kind.
     """
     if device.type == "cpu":
         return ["float32", "bf16", "fp16"] if torch.backends.cpu.get_cpu_capability() == "AVX512" else ["float32"]
@@ -43,7 +43,7 @@ def precisions(device):
 
 
 def seconds(stmt, device, min_run_time=0.1, **names):
-    """Return the median time of a statement in seconds. `names` contains its variables.
+    """Return the median run time of a Python statement in seconds. `names` contains the variables that it uses.
 
     The statement is repeated for at least min_run_time seconds.
     """

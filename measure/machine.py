@@ -1,6 +1,7 @@
 """Print a description of this machine as JSON:  python measure/machine.py --device cuda
 
-This is a separate program because a process that queries a GPU keeps some of the GPU's memory until it exits.
+measure.py runs this as a separate program because a process that queries a GPU through PyTorch occupies some of the
+GPU's memory until the process exits.
 """
 
 import argparse

@@ -1,16 +1,18 @@
 """Measure the whole ladder on this machine:  python measure/measure.py   (make ladder)
 
-It runs each script in its own process, as a user would, and parses the lines that the script prints. All scripts use
-the same B, T and model. It writes ladder.json, the table as summary.txt, and plots to results/<device>-<date>/.
+This program runs each script in its own process, as a user would, and parses the lines that the script prints. In a
+pass, all scripts use the same model, batch size B and sequence length T. The program writes ladder.json, the table as
+summary.txt, and plots to results/<device>-<date>/.
+
 --repeat R makes R passes over the ladder. Every second pass runs in reverse order (A B C, C B A, A B C ...), to reduce
-the effect of drift in the machine's speed. A speed-up is the ratio of two step times in the same pass. The table shows
-the median speed-up over the passes. The most important results are measured first. The order is the device's peak, one
+the effect of drift in the machine's speed. A speed-up is the ratio of two step times in the same pass. For each script,
+the table shows the median of these speed-ups. The most important results are measured first: the device's peak, one
 pass over the ladder, the profile, the batch sizes, the peers, further passes, and the largest batch.
 
 If Ctrl-C or --budget ends a measurement early, all completed runs are kept. To continue the measurement and retry
 failed runs, run the command again. You can continue on a different host if its GPU model, torch version and CUDA
 version are the same. All runs of a pass must come from one host. If two hosts measured parts of a pass, the current
-host therefore repeats the other host's runs at the end.
+host therefore repeats the other host's runs after all other jobs.
 """
 
 import argparse
@@ -35,7 +37,9 @@ from commands import TEN, ask, command, execute, rows
 from record import ROOT
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-PROFILED_STEPS = 12  # 4 before the profiler, 1 for its warm-up, 3 profiled and 4 spare: fp16 skips some updates
+# kernels.py counts optimizer updates: 4 before the profiler, 1 for its warm-up, and 3 profiled. The 4 spare steps make
+# up for the updates that fp16 skips.
+PROFILED_STEPS = 12
 FIT_STEPS = 10
 BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
 MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # must not change during a measurement
@@ -43,9 +47,9 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # Ctrl-C, shutdown, end
 
 
 def largest(fits, start=16):
-    """Return the largest power of two that fits, or 0 if none fits.
+    """Return the largest power of two below 8192 for which fits(size) is true, or 0 if there is none.
 
-    The search doubles or halves the size, but it jumps from 16 to 64.
+    The search begins at `start`, a power of two. It doubles or halves the size, but it can skip from 16 to 64.
     """
     fit, miss, size = 0, 8192, start
     while fit < size < miss:
@@ -61,8 +65,8 @@ def largest(fits, start=16):
 class Measurement:
     """A measurement in progress. Each result is saved in ladder.json before the next run begins.
 
-    A job is a tuple of a method, a row and further arguments. The method writes its result into the record, and returns
-    a message to print or None.
+    A job is a tuple of a method, a row of the table and further arguments. The method writes the job's result into
+    self.data, and returns a message to print or None.
     """
 
     def __init__(self, path, data, plan, host, progress, caches):
@@ -74,7 +78,7 @@ class Measurement:
         self.bar, self.stage = progress.add_task(""), ""
 
     def stages(self):
-        """Yield (title, jobs) for each requested stage, most important first. A job can be in two stages."""
+        """Yield (title, jobs) for each requested stage, most important first. left() lists a job of two stages once."""
         profiled = [row for row in self.plan if self.settings["profile"] and row.words[0].endswith(".py")]
         ten = [row for row in rows() if self.settings["batches"] and row.name == TEN]
         yield "peak", [(self.roof, None)]
@@ -92,7 +96,7 @@ class Measurement:
         """Return {job: title of its stage} for the remaining jobs, in order.
 
         A job remains if it has no result or if it failed in an earlier call of measure.py. If two hosts have measured
-        parts of a pass, the jobs of the other host are repeated on this host and come last.
+        parts of a pass, the other host's jobs are added at the end, because this host must repeat them.
         """
         left = {}
         for title, jobs in self.stages():
@@ -109,7 +113,7 @@ class Measurement:
         return left
 
     def result(self, do, row, *more):
-        """Return a job's result from the record, or None."""
+        """Return the result of the job (do, row, *more) from self.data, or None if it has no result yet."""
         if do == self.roof:
             return self.data["roof"]
         if do == self.measure:
@@ -120,7 +124,7 @@ class Measurement:
         return self.records[row.name]["profile" if do == self.profile else "fit"]
 
     def go(self):
-        """Run all remaining jobs. Raises SystemExit if every script fails."""
+        """Run all remaining jobs. Raises SystemExit if every script of the ladder fails in pass 1."""
         while left := self.left():
             job, title = next(iter(left.items()))
             do, row, *more = job
@@ -156,7 +160,7 @@ class Measurement:
             lines.append(f"pass {number + 1}: {len(done)} of {len(runs)} rows{names}")
         return [*lines, f"left: {', '.join(dict.fromkeys(self.left().values()))}"]
 
-    # -- the jobs, one method for each kind
+    # -- two helpers, and then one method for each kind of job
 
     def cache(self, row, *more):
         """Return the folder in which torch.compile caches a row's kernels."""
@@ -165,8 +169,8 @@ class Measurement:
     def run(self, row, fresh=True, **changed):
         """Run a row's script and return (the run as a dict, the script's stdout).
 
-        If the script fails, the dict contains the error. A fresh run starts with an empty cache, so its first step
-        includes the compilation.
+        `changed` contains options that replace those in the settings. If the script fails, the dict contains the error.
+        A fresh run starts with an empty cache, so its first step includes the compilation.
         """
         cache = self.cache(row, *changed.values())
         if fresh:
@@ -190,7 +194,7 @@ class Measurement:
         flags = ("model", "batch-size", "seq-len", "device")
         try:
             self.data["roof"] = ask("roof.py", *(f"--{flag}={self.settings[flag.replace('-', '_')]}" for flag in flags))
-        except RuntimeError as error:  # the speeds are valid even without the peak
+        except RuntimeError as error:  # the step times are valid even without the peak
             return f"peak not measured: {error}"
 
     def measure(self, row, number):
@@ -232,12 +236,12 @@ class Measurement:
         def holds(size):
             runs[size], _ = self.run(row, batch_size=size, steps=FIT_STEPS)
             error = runs[size]["error"]
-            if error and not record.too_large(error):  # the batch size is not the cause
+            if error and not record.too_large(error):  # the run did not fail because of the batch size
                 raise RuntimeError(error)
             return not error
 
         try:
-            size = largest(holds, fits[-1]["batch_size"] if fits else 16)  # start at an earlier row's result
+            size = largest(holds, fits[-1]["batch_size"] if fits else 16)  # start at another row's result
             fit["limit"] = next((run["error"] for run in reversed(runs.values()) if run["error"]), None)
         except RuntimeError as error:
             size, fit["error"] = 0, str(error)
@@ -254,8 +258,10 @@ class Measurement:
 def begin(this, plan, name, out, line):
     """Return (folder, data) of an earlier measurement to continue, or of a new measurement.
 
-    A measurement on the same machine with the same settings and scripts is continued if its folder is `out`, if it is
-    incomplete, or if it is from today. Raises ValueError if `out` contains a different measurement.
+    `this` contains the settings, the machine and a hash of the scripts. A measurement with the same values is continued
+    if its folder is `out`, if it is incomplete, or if it was finished today.
+
+    Raises ValueError if `out` contains a different measurement.
     """
     results, today = ROOT / "results", str(datetime.datetime.now(datetime.timezone.utc).date())
     for folder in [out] if out else sorted(path.parent for path in results.glob(f"{name}-*/ladder.json")):
@@ -280,7 +286,7 @@ def begin(this, plan, name, out, line):
 
 
 def arguments():
-    """Return (the parser, its arguments, the command without the options that do not affect the results)."""
+    """Return (parser, parsed arguments, this command without --budget, --cache and --out)."""
     how = argparse.ArgumentParser(add_help=False)
     how.add_argument("--budget", type=float, metavar="MINUTES", help="stop after this time and keep the completed runs")
     how.add_argument("--cache", type=Path, metavar="DIR", help="keep compiled kernels in this folder for later calls")
@@ -317,13 +323,13 @@ def arguments():
 def look(args, plan):
     """Return (the values that must not change during a measurement, the host, the folder's name without the date).
 
-    Raises RuntimeError or ValueError.
+    Raises ValueError if an option cannot be used on this machine, or RuntimeError if machine.py fails.
     """
     found = ask("machine.py", *(["--device", args.device] if args.device else []))
     cpu = found["device"] == "cpu"
     if cpu and args.fit:
         raise ValueError("--fit needs a GPU: on a CPU the largest batch would exhaust the machine's memory")
-    if found["device"].startswith("cuda"):  # hide the other GPUs, because Trainer uses all visible GPUs
+    if found["device"].startswith("cuda"):  # hide the other GPUs, because transformers.Trainer uses all visible GPUs
         seen, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(found["device"].partition(":")[2] or 0)
         os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[index].strip() if seen else str(index)
         found["device"] = "cuda"
@@ -337,14 +343,14 @@ def look(args, plan):
     host = {key: value for key, value in found.items() if key not in MACHINE}
     known = [platform.node(), *(host[key] for key in ("gpu_id", "driver", "cpu", "cores"))]
     host = {"id": gauge.short_hash(json.dumps(known)), **host}
-    host["gpu"] = gauge.reading(gauge.find_gpu(host["gpu_id"]))  # while the GPU is idle
+    host["gpu"] = gauge.reading(gauge.find_gpu(host["gpu_id"]))  # before the first run
     name = re.sub(r"[^a-z0-9]+", "-", f"{'cpu ' if cpu else ''}{machine['name']}".lower()).strip("-")
     sources = record.sources(row.words for row in plan)
     return {"settings": settings, "machine": machine, "sources_sha256": sources}, host, name
 
 
 def resume(folder, data, plan, host, cache):
-    """Run the remaining jobs of a measurement. Its table is written even if a job fails or the user stops the run."""
+    """Run the remaining jobs of a measurement. The table is written even if a job fails or is interrupted."""
     new, bar = not folder.exists(), (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     folder.mkdir(parents=True, exist_ok=True)
     failed = any(row["error"] for row in data["rows"])
@@ -376,7 +382,10 @@ def resume(folder, data, plan, host, cache):
 
 
 def stop(number, _):
-    """Exit after a signal in STOPS. The child process is stopped, and ladder.json stays intact."""
+    """Handle a signal in STOPS: raise SystemExit, which makes execute() stop the running script.
+
+    ladder.json stays intact.
+    """
     for other in STOPS:
         signal.signal(other, signal.SIG_IGN)  # a second signal must not interrupt writing the table
     sys.exit(0 if number == signal.SIGALRM else 128 + number)

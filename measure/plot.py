@@ -1,8 +1,8 @@
 """Plot the loss of one or more runs from their logs:  python measure/plot.py runs/a.jsonl runs/b.jsonl   (make plot)
 
 A log is a file that a script wrote with --log-file. It contains one JSON object per line: "step" and "loss" for a
-training step, or "step" and "val_loss" for an evaluation. Lines with other JSON are skipped. You can plot a log while
-the run is still writing it. The example above writes runs/a.svg. To choose a different file (.svg, .png, .pdf),
+training step, or "step" and "val_loss" for an evaluation. JSON lines without "step" are skipped. You can plot a log
+while the run is still writing it. The example above writes runs/a.svg. To choose a different file (.svg, .png, .pdf),
 use --out.
 """
 
@@ -42,7 +42,7 @@ def draw(runs):
     """Return a figure of the losses over the steps, given {name: rows}.
 
     The training loss is a solid line. The validation loss is a dashed line, and the legend shows its lowest value. The
-    y-axis ends just above the largest loss after the first 5 % of a run. If the axis included the initial drop, the
+    y-axis ends just above the largest loss after the first 5 % of each run. If the axis included the initial drop, the
     rest of the curves would look flat.
     """
     figure, top = Figure(figsize=(8, 4.5)), 0.0

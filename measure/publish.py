@@ -1,8 +1,8 @@
 """Write the generated parts of README.md and docs/pages/:  python measure/publish.py [FOLDER]   (make figures)
 
 Each generated part is between two comments in its file. Its contents come from ladder.toml, the scripts, measure/ and
-results/. You can name the folders of the measurements to show. The default is the latest measurement of each device and
-model, GPUs first. This program also writes summary.txt in these folders and the plots in docs/pages/img/. If its
+results/. To choose the measurements to show, name their folders. The default is the latest measurement of each device
+and model, GPUs first. This program also writes summary.txt in these folders and the plots in docs/pages/img/. If its
 inputs are unchanged, a second run changes no file.
 """
 
@@ -40,7 +40,7 @@ def row_of(data, script):
 
 
 def over(ratio):
-    """Return the lowest and highest speed-up over the passes, such as 1.03–1.15×, or one figure if they are equal."""
+    """Format the range of a speed-up from record.faster, such as 1.03–1.15×, or one figure if its ends are equal."""
     if not ratio:
         return ""
     return f"{ratio['median']:.2f}×" if ratio["low"] == ratio["high"] else f"{ratio['low']:.2f}–{ratio['high']:.2f}×"
@@ -59,7 +59,7 @@ def minutes(rung):
 
 
 def ladder(data, log, counts):
-    """Return the README's table of rungs, with the gains in a public log and in our measurement."""
+    """Return the README's table of rungs, with the speed-ups in a public log and in our measurement."""
     steps = counts["gpt2", log["batch_size"], log["seq_len"]]
     beside = floor.beside(log["ms"], steps, floor.Card.read(log["card"]))
     public = {row["script"]: row["measured, × previous"] for row in beside}
@@ -85,9 +85,9 @@ def ladder(data, log, counts):
 def speeds(published, counts, only=None):
     """Return the table of public speeds.
 
-    If `only` lists cards, the table contains the fastest PyTorch run of a plain GPT-2 124M on each of them.
+    If `only` lists cards, the table contains only the fastest PyTorch run of GPT-2 124M on each of them.
     """
-    flops = floor.totals(counts[render.COUNTED]["baseline.py"])[0] / (4 * 1024)  # per token, including masked scores
+    flops = floor.totals(counts[render.COUNTED]["baseline.py"])[0] / (4 * 1024)  # per token, with masked scores
     peaks, rows = read_toml("measure/cards.toml"), {}
     for one in published:
         plain = one.get("plain", True)
@@ -100,7 +100,7 @@ def speeds(published, counts, only=None):
         row["MFU"] = f"{speed * flops / peak / 1e12:.0%}" if peak and plain else ""
         row |= {} if only else {"what ran": one["ran"]}
         row["measured by"] = f"[{one['source']}]({one['url']})" if "url" in one else one["source"]
-        rows[one["card"] if only else len(rows)] = row  # the last entry of a card is its fastest run
+        rows[one["card"] if only else len(rows)] = row  # public.toml lists a card's fastest run last
     return list(rows.values())
 
 
@@ -116,7 +116,10 @@ def counted(counts):
 
 
 def floors(steps):
-    """Return the table of floors in ms, with a row per script in `steps` and a column per card in cards.toml."""
+    """Return the table of floors (lower bounds on the step time) in ms.
+
+    It has a row per script in `steps` and a column per card in cards.toml.
+    """
     cards = {name: floor.Card.read(name) for name in read_toml("measure/cards.toml")}
     return [
         {"floor, ms": title(script)} | {name: f"{card.floor_ms(step)[0]:.1f}" for name, card in cards.items()}
@@ -125,8 +128,10 @@ def floors(steps):
 
 
 def beside(measured, logs, counts):
-    """Yield (log, its table of step times and floors, the rungs sorted by measured gain and by floor gain).
+    """Yield (log, its table of step times and floors, two lists of rungs) for each log.
 
+    One list is sorted by measured speed-up, and the other by the speed-up according to the floor. Each list
+    leaves out the rungs whose speed-up over the log's previous rung is below 1.02.
     Public logs come first, followed by our measurements on GPUs. The floors for our GPUs use their measured peaks.
     """
     logs = [(log, floor.Card.read(log["card"])) for log in logs]
@@ -152,7 +157,7 @@ def beside(measured, logs, counts):
 
 
 def ours(measured):
-    """Return the table of rung 10 in each of our measurements, with the percentage of the measured peak."""
+    """Return the table of our measurements of rung 10, with the percentage of the measured peak."""
     rows = []
     for data in measured.values():
         row, settings = row_of(data, TEN), data["settings"]
@@ -171,7 +176,7 @@ def ours(measured):
 
 
 def two(measured):
-    """Return the rows of baseline.py and rung 10 in the first measurement that used the defaults of its device."""
+    """Return the rows of baseline.py and rung 10 in the first measurement with the default settings of its device."""
     for data in measured.values():
         defaults = ("nano", 4, 128) if data["machine"]["device"] == "cpu" else ("gpt2", 4, 1024)
         rows = [row_of(data, script) for script in ("baseline.py", TEN)]
@@ -182,7 +187,7 @@ def two(measured):
 
 
 def printed(data):
-    """Return the first and last lines that baseline.py printed in a measurement, as Markdown."""
+    """Return, as Markdown, the first and last step lines that baseline.py printed in a measurement."""
     run, settings = render.good(row_of(data, "baseline.py"))[0], data["settings"]
     steps = zip(range(len(run["losses"])), run["losses"], run["times_ms"], strict=True)
     tokens = settings["batch_size"] * settings["seq_len"]

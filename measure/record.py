@@ -21,7 +21,10 @@ PARAMETERS = re.compile(r"^device .* ([\d,]+) parameters \| B \d+ T \d+$", re.MU
 
 
 def parse(text, errors="", status=0, steps=None):
-    """Parse a script's output into a dict. The completed steps of a failed run are included."""
+    """Return a script's output, parsed, as a dict. The completed steps of a failed run are included.
+
+    `text` is stdout, `errors` is stderr, and `steps` is the expected number of steps.
+    """
     found = STEP.findall(text)
     memory, parameters = MEMORY.search(text), PARAMETERS.search(text)
     run = {
@@ -44,10 +47,13 @@ def parse(text, errors="", status=0, steps=None):
 
 
 def too_large(error):
-    """Return the limit that a failed run's batch exceeded, "memory" or "text". Return None for any other error."""
+    """Return the limit that a failed run's batch exceeded: "memory", or "text" for the length of the training text.
+
+    For any other error, the result is None.
+    """
     if "out of memory" in error:
         return "memory"
-    return "text" if " tokens, but B " in error else None  # DataLoaderLite's message
+    return "text" if " tokens, but B " in error else None  # in DataLoaderLite's message
 
 
 def steady(times):
@@ -65,9 +71,9 @@ def medians(row):
 
 
 def faster(row, other):
-    """Return the median, lowest and highest speed-up of a row over another row, or None if they share no pass.
+    """Return the median, lowest and highest speed-up of a row over another row.
 
-    Each speed-up compares two runs in the same pass on the same host.
+    Each speed-up compares two successful runs in the same pass on the same host. Without such runs, the result is None.
     """
     mine, its = medians(row), medians(other) if other else {}
     quotients = [its[number] / mine[number] for number in mine if number in its]
@@ -81,14 +87,17 @@ def rounded(number):
 
 
 def precision_used(wanted, said):
-    """Return the precision that a rung used, given its output, which reports each unsupported precision."""
+    """Return the precision that a rung used.
+
+    `wanted` is the rung's precision in ladder.toml. `said` is its output, which reports each unsupported precision.
+    """
     if wanted == "bf16" and "no bf16 here" in said:
         wanted = "tf32"
     return "float32" if wanted == "tf32" and "no TF32 here" in said else wanted
 
 
 def speed(data, batch_size, median, precision):
-    """Compute tokens/s, model TFLOP/s and the fraction of the measured peak (MFU) from the median step time in ms."""
+    """Return tokens/s, model TFLOP/s and the fraction of the measured peak (MFU) for a median step time in ms."""
     found = {"median_ms": rounded(median), "tflops": None, "roof_share": None}
     found["tokens_per_s"] = rounded(1000 * batch_size * data["settings"]["seq_len"] / median)
     if data["roof"]:
@@ -99,7 +108,7 @@ def speed(data, batch_size, median, precision):
 
 
 def summarise(data):
-    """Update the figures of each row and each batch size from its runs, in place."""
+    """Recompute the figures of each row and each batch size from the runs, and write them into `data`."""
     by_name = {row["name"]: row for row in data["rows"]}
     baseline = next((row for row in data["rows"] if row["before"] is None), None)
     for row in data["rows"]:
@@ -127,7 +136,7 @@ def summarise(data):
 
 
 def read(path):
-    """Return a ladder.json as a dict. Raises OSError, or ValueError if results/ladder.schema.json rejects it."""
+    """Return a ladder.json as a dict. Raises OSError, or ValueError if it violates results/ladder.schema.json."""
     schema = json.loads((ROOT / "results" / "ladder.schema.json").read_text(encoding="utf-8"))
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -140,7 +149,7 @@ def read(path):
 
 
 def save(path, data, in_one_line=r"\[[-\d\s.,e]+\]"):
-    """Write a ladder.json, with each list of numbers on one line. A crash leaves the old or the new file intact."""
+    """Write a ladder.json, with each list of numbers on one line. After a crash, the old or the new file is intact."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     text = re.sub(in_one_line, lambda found: re.sub(r"\s+", " ", found[0]), text)
     new = Path(path).with_suffix(".new")
@@ -149,7 +158,7 @@ def save(path, data, in_one_line=r"\[[-\d\s.,e]+\]"):
 
 
 def commit():
-    """Return the current commit, with a note if tracked files differ from it.
+    """Return the hash of the current git commit, with a note if tracked files differ from it.
 
     If git or the repository is missing, the result is None.
     """

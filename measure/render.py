@@ -50,7 +50,7 @@ def number(value, form, after=""):
 
 
 def times(ratio):
-    """Return the median, lowest and highest speed-up over the passes, such as 1.52× (1.50–1.55)."""
+    """Format the result of record.faster: the median speed-up and its range, such as 1.52× (1.50–1.55)."""
     if not ratio:
         return ""
     spread = f" ({ratio['low']:.2f}–{ratio['high']:.2f})" if ratio["low"] != ratio["high"] else ""
@@ -159,7 +159,7 @@ def bars(axes, rows, key, labels):
 
 
 def stacks(axes, names, rows, height):
-    """Draw a stacked bar of the step time by group for each row."""
+    """Draw a stacked bar for each row: its step time by group of kernels."""
     left = np.zeros(len(rows))
     for kind, colour in GROUPS.items():
         widths = [row["profile"]["groups_ms"][kind] for row in rows]
@@ -184,9 +184,10 @@ def curves(axes, rows, over):
 
 
 def three_counts(steps, log, wide=True):
-    """Draw four bar plots of the scripts in `steps`: the ms per step in a public log, and the three counts by group.
+    """Draw four bar plots of the scripts in `steps`: the step time in a public log, and three counts by kernel group.
 
-    The counts use the batch size of the log. The plots are in one row, or in one column for a narrow screen.
+    The counts are FLOPs, bytes moved and kernels, at the batch size of the log. The plots are in one row, or in one
+    column for a narrow screen.
     """
     rows, columns = (1, 4) if wide else (4, 1)
     figure, kinds = Figure(figsize=(10.0, 3.5) if wide else (3.8, 10.4)), [kind for kind in GROUPS if kind != "idle"]
@@ -279,7 +280,8 @@ def write(folder):
 def newest():
     """Return {folder name: measurement} with the latest finished measurement of each device and model.
 
-    GPT-2 on GPUs comes first, then other models on GPUs, then CPUs. In each group, the latest measurement comes first.
+    Measurements made with --only are left out. GPT-2 on GPUs comes first, then other models on GPUs, then CPUs. In each
+    group, the latest measurement comes first.
     """
     found, shown = [], {}
     for path in (ROOT / "results").glob("*/ladder.json"):
