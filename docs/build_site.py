@@ -55,7 +55,7 @@ TOPICS = (  # topics of the mistakes, in the order in which the page lists them
     "Peaks, profiles and plots",
     "Files and messages",
 )
-LATER = "<div>The diff of two scripts</div>"  # replaced after Zensical has run, because Zensical would parse a diff
+LATER = "<div>The diff of two scripts</div>"  # the diff is inserted later, because Zensical would parse it
 
 
 @dataclass
@@ -193,7 +193,7 @@ def in_page(svg):
     text = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("fill: #ffffff", "fill: none")
     # Styles are removed, because they would affect the whole page.
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # figures on one page would share ids
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # these ids would not be unique on a page
     return re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
 
 
@@ -323,7 +323,7 @@ class Site:
         return self.part("head.html", rung=rung, minutes=minutes(rung), predicted=predicted, measured=measured)
 
     def counts(self, rung):
-        """Return the FLOPs, bytes and kernels of a rung and the previous rung, and the bytes of groups that differ."""
+        """Return the FLOPs, bytes and kernels of two adjacent rungs, and the bytes of the kernel groups that differ."""
         steps = self.steps[render.COUNTED]
         names = [script for script in (rung.before, rung.file) if script]
         if missing := [script for script in names if script not in steps]:
