@@ -160,8 +160,8 @@ def read_diff(before, after):
     """Return git's diff of two scripts as a dict of the header, the docstring's hunks and the code's hunks.
 
     The docstring's hunks have the key "folded", and the code's hunks have the key "shown". Each hunk is a tuple of
-    its @@ line and its blocks. If a hunk changes only the docstring, its context lines can include code. The
-    user's git settings are ignored. Raises ValueError if the scripts are identical or git fails.
+    its @@ line and its blocks. If a hunk changes only the docstring, its context lines stay with it, even if they
+    are code. The user's git settings are ignored. Raises ValueError if the scripts are identical or git fails.
     """
     command = ["git", "diff", "--no-index", before, after]
     done = subprocess.run(command, cwd=ROOT, env=PLAIN_GIT, capture_output=True, encoding="utf-8")
@@ -451,7 +451,7 @@ class Site:
 
 
 def search_from_disk(site):
-    """Copy the search worker into iframe-worker.js, because browsers do not start a worker from a file on disk."""
+    """Embed the code of the search worker in iframe-worker.js, because browsers do not start a worker from a file on disk."""
     (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
     script = (site / "assets" / "iframe-worker.js").read_text(encoding="utf-8")
     text = script.replace('"SOURCE"', json.dumps(worker.read_text(encoding="utf-8")))
@@ -478,7 +478,7 @@ def build(target=SITE):
             text = path.read_text(encoding="utf-8").replace(LATER, site.diff(before, after))
             path.write_text(text, encoding="utf-8")
         search_from_disk(folder / "site")
-        (folder / "site" / "404.html").unlink()  # it would load its style sheet from the server's root
+        (folder / "site" / "404.html").unlink()  # this page would load its style sheet from the server's root
         (folder / "site" / ".nojekyll").touch()  # tells GitHub Pages to serve the folder as it is
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(folder / "site", target)

@@ -63,7 +63,7 @@ def main():
         synchronize()
         times.append(1000 * (time.perf_counter() - start))
     # A Gloo thread releases the last tensors a moment later. If Python is shutting down by then, the process aborts.
-    time.sleep(0.2)  # https://github.com/pytorch/pytorch/pull/179291
+    time.sleep(0.2)  # see https://github.com/pytorch/pytorch/pull/179291
     dist.destroy_process_group()
     if rank > 0:
         return

@@ -278,7 +278,7 @@ def step(rung, model, batch_size, seq_len, cuda=True):
     }
     if cuda:
         patches |= {
-            "torch.backends.cpu.get_cpu_capability": lambda: "AVX512",  # allows bf16
+            "torch.backends.cpu.get_cpu_capability": lambda: "AVX512",  # on a CPU, the rungs require AVX-512 for bf16
             "torch.nn.functional.softmax": in_float32,
             "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,
             "torch.optim.adam._default_to_fused_or_foreach": lambda *_, **__: (False, True),

@@ -124,7 +124,7 @@ class Report(transformers.TrainerCallback):
         self.seconds = self.clock() - self.start
 
     def on_log(self, args, state, control, logs, **kwargs):
-        if "loss" in logs:  # the last log describes the whole run and has no "loss"
+        if "loss" in logs:  # Trainer's last log describes the whole run and has no "loss"
             self(self.seconds, logs["loss"])
             self.start = self.clock()
 
