@@ -451,7 +451,7 @@ class Site:
 
 
 def search_from_disk(site):
-    """Embed the code of the search worker in iframe-worker.js, because browsers do not start a worker from a file on disk."""
+    """Embed the search worker in iframe-worker.js, because browsers do not start a worker from a file on disk."""
     (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
     script = (site / "assets" / "iframe-worker.js").read_text(encoding="utf-8")
     text = script.replace('"SOURCE"', json.dumps(worker.read_text(encoding="utf-8")))
