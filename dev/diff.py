@@ -1,6 +1,7 @@
 """Show how a script differs from the script that it builds on:  python dev/diff.py 02   (make diff-02)
 
-The example above prints the docstring of speedup_02_tf32.py, followed by git's diff of the code below the docstrings.
+The example above prints the docstring of speedup_02_tf32.py. It then prints git's diff from speedup_01_weight_tying.py
+to this script, without either docstring.
 On a terminal, the diff is a coloured word diff, or a coloured line diff if the script replaces several adjacent lines.
 If the output is a file or a pipe, the diff is a plain line diff.
 """
@@ -14,7 +15,7 @@ from ladder import ROOT, code_diff, read_ladder, split
 
 
 def show(rung):
-    """Return a rung's docstring and diff. Line numbers match the files. Raises OSError or ValueError."""
+    """Return a rung's docstring and diff, with the line numbers of the files. Raises OSError or ValueError."""
     before, after = (split((ROOT / file).read_text(encoding="utf-8"))[0] for file in (rung.before, rung.file))
     old, new = before.count("\n"), after.count("\n")
     options = ["--color=never"]

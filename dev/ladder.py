@@ -54,7 +54,7 @@ def read_toml(name):
 
 def read_ladder():
     """Return the rungs in order. Raises ValueError if a row breaks the rules in ladder.toml."""
-    rungs, tables = {}, read_toml("ladder.toml")  # rungs by file
+    rungs, tables = {}, read_toml("ladder.toml")  # `rungs` maps a file to its Rung
     if unknown := tables.keys() - set(PARTS):
         raise ValueError(f"ladder.toml: [[{min(unknown)}]]: the table must be one of {', '.join(PARTS)}")
     for part, row in [(name, row) for name in PARTS for row in tables.get(name, [])]:
@@ -93,8 +93,8 @@ def split(source):
 def code_diff(before, after, *options, root=ROOT):
     """Return the output of `git diff` for two scripts without their docstrings.
 
-    Line numbers start after the docstring. Raises ValueError if a script has conflict markers, because git would treat
-    them as code.
+    Line 1 is the first line after the docstring. Raises ValueError if a script has conflict markers, because git would
+    treat them as code.
     """
     with tempfile.TemporaryDirectory() as folder:
         for script in (before, after):

@@ -5,9 +5,8 @@
     python dev/propagate.py --check speedup_03_bf16.py    only list the files that lag behind
 
 The edit is the file's diff from HEAD. For a new file, it is the diff from the previous script. A three-way merge
-carries the edit from each script to the adjacent scripts, so each script keeps its own change. If a script has a
-conflict, only the scripts beyond it on the edit's path are blocked. Docstrings do not change, because each script has
-its own.
+carries the edit from each script to the adjacent scripts, so each script keeps its own change. A script with a conflict
+blocks only the scripts that the edit would reach through it. Docstrings do not change, because each script has its own.
 The exit status is 1 if a file lags behind or has a conflict, 2 after an error, and otherwise 0.
 """
 
@@ -27,7 +26,7 @@ SAYS = {  # state of a script that the edit reaches -> (message of --check, mess
     "clean": ("lags behind", "carried"),
     "conflict": ("lags behind, and will conflict", "CONFLICT, marked in the file"),
     "wait": ("lags behind", "blocked by a conflict"),
-    # If a script has one of these states, the run ends before it changes any file.
+    # If a script has one of the next three states, the run ends before it changes any file.
     "marked": ("has conflict markers", "still has conflict markers: resolve them, then propagate that file"),
     "mended": ("has lines of its own where the edit conflicts", OWN),
     "own": ("differs, and has uncommitted changes of its own", OWN),
@@ -83,7 +82,11 @@ def merge(script, code, edit, *options):
 
 
 def plan(source, edit, before, down, came_from=None, waiting=False):
-    """Yield (adjacent script, script, state, merged code) for each script that the edit reaches."""
+    """Yield (adjacent script, script, state, merged code) for each script that the edit reaches.
+
+    The edit reaches the script through the adjacent script. The state is a key of SAYS. `waiting` is True if a conflict
+    blocks the edit.
+    """
     neighbours = [before[source]] if down and before[source] else []
     neighbours += [script for script in before if before[script] == source]
     for script in neighbours:

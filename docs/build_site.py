@@ -55,7 +55,7 @@ TOPICS = (  # topics of the mistakes, in the order in which the page lists them
     "Peaks, profiles and plots",
     "Files and messages",
 )
-LATER = "<div>The diff of two scripts</div>"  # replaced after Zensical has run, because Zensical would parse a diff
+LATER = "<div>The diff of two scripts</div>"  # the diff is inserted later, because Zensical would parse it
 
 
 @dataclass
@@ -160,8 +160,8 @@ def read_diff(before, after):
     """Return git's diff of two scripts as a dict of the header, the docstring's hunks and the code's hunks.
 
     The docstring's hunks have the key "folded", and the code's hunks have the key "shown". Each hunk is a tuple of
-    its @@ line and its blocks. If a hunk changes only the docstring, its context lines can include code. The
-    user's git settings are ignored. Raises ValueError if the scripts are identical or git fails.
+    its @@ line and its blocks. If a hunk changes only the docstring, its context lines stay with it, even if they
+    are code. The user's git settings are ignored. Raises ValueError if the scripts are identical or git fails.
     """
     command = ["git", "diff", "--no-index", before, after]
     done = subprocess.run(command, cwd=ROOT, env=PLAIN_GIT, capture_output=True, encoding="utf-8")
@@ -193,7 +193,7 @@ def in_page(svg):
     text = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("fill: #ffffff", "fill: none")
     # Styles are removed, because they would affect the whole page.
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # figures on one page would share ids
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # these ids would not be unique on a page
     return re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
 
 
@@ -323,7 +323,7 @@ class Site:
         return self.part("head.html", rung=rung, minutes=minutes(rung), predicted=predicted, measured=measured)
 
     def counts(self, rung):
-        """Return the FLOPs, bytes and kernels of a rung and the previous rung, and the bytes of groups that differ."""
+        """Return the FLOPs, bytes and kernels of two adjacent rungs, and the bytes of the kernel groups that differ."""
         steps = self.steps[render.COUNTED]
         names = [script for script in (rung.before, rung.file) if script]
         if missing := [script for script in names if script not in steps]:
@@ -451,7 +451,7 @@ class Site:
 
 
 def search_from_disk(site):
-    """Copy the search worker into iframe-worker.js, because browsers do not start a worker from a file on disk."""
+    """Embed the search worker in iframe-worker.js, because browsers do not start a worker from a file on disk."""
     (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
     script = (site / "assets" / "iframe-worker.js").read_text(encoding="utf-8")
     text = script.replace('"SOURCE"', json.dumps(worker.read_text(encoding="utf-8")))
@@ -478,7 +478,7 @@ def build(target=SITE):
             text = path.read_text(encoding="utf-8").replace(LATER, site.diff(before, after))
             path.write_text(text, encoding="utf-8")
         search_from_disk(folder / "site")
-        (folder / "site" / "404.html").unlink()  # it would load its style sheet from the server's root
+        (folder / "site" / "404.html").unlink()  # this page would load its style sheet from the server's root
         (folder / "site" / ".nojekyll").touch()  # tells GitHub Pages to serve the folder as it is
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(folder / "site", target)

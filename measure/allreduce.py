@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc_per_node=2 measure/allreduce.py --model gpt2 --step-ms 2900
 
-It prints the all-reduce time and the bus bandwidth. With --step-ms, it also prints the estimated speed-up of 2, 4 and 8
-GPUs that are connected by the same kind of link. The value of --step-ms is the step time of one GPU on the whole batch.
+This program prints the all-reduce time and the bus bandwidth. With --step-ms, it also prints the estimated speed-up of
+2, 4 and 8 GPUs that are connected by the same kind of link. The value of --step-ms is the step time of one GPU on the
+whole batch.
 
 In a ring all-reduce over n ranks, each rank sends and receives 2 (n - 1) / n times the size of the gradients. The bus
 bandwidth is therefore 2 (n - 1) / n * bytes / seconds. It does not depend on n if the link is the bottleneck
@@ -61,8 +62,8 @@ def main():
             work.wait()
         synchronize()
         times.append(1000 * (time.perf_counter() - start))
-    # A Gloo thread releases the last tensors a moment later. If Python is already shutting down, the process aborts:
-    time.sleep(0.2)  # https://github.com/pytorch/pytorch/pull/179291
+    # A Gloo thread releases the last tensors a moment later. If Python is shutting down by then, the process aborts.
+    time.sleep(0.2)  # see https://github.com/pytorch/pytorch/pull/179291
     dist.destroy_process_group()
     if rank > 0:
         return

@@ -2,10 +2,10 @@
 
     python measure/attention.py
 
-For each sequence length T, it prints the time of the forward pass, the time of the forward and backward passes
-together, and the peak memory of both passes. Unfused attention stores a score matrix that grows quadratically with T.
-FlashAttention (Dao et al. 2022) and similar kernels do not store the whole matrix at once. In rung 06, the model
-calls F.scaled_dot_product_attention instead of the unfused attention of rung 05. To see the diff:
+For each sequence length T, this program prints the time of the forward pass, the time of the forward and backward
+passes together, and the peak memory of both passes. Unfused attention stores a score matrix that grows quadratically
+with T. FlashAttention (Dao et al. 2022) and similar kernels do not store the whole matrix at once. In rung 06, the
+model calls F.scaled_dot_product_attention instead of the unfused attention of rung 05. To see the diff:
 
     git diff --no-index --word-diff speedup_05_compile.py speedup_06_flash_attn.py
 """
@@ -32,7 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float3
 def causal_mask(T, device):
     """Return a bool mask of shape (T, T). An entry is True if the row's token may attend to the column's token.
 
-    The mask is cached because the model also builds it only once.
+    The mask is cached, because the model also builds its mask only once.
     """
     return torch.ones(T, T, dtype=torch.bool, device=device).tril()
 
@@ -69,7 +69,7 @@ def passes(attention, q, k, v):
 
 
 def peak_bytes(function, device):
-    """Return the peak memory of a call in bytes without its inputs, or nan if PyTorch cannot track it."""
+    """Return the peak memory of a call in bytes, excluding its inputs, or nan if PyTorch cannot track memory."""
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         module.reset_peak_memory_stats(device)
@@ -83,7 +83,7 @@ def peak_bytes(function, device):
         function()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))  # freed memory has negative nbytes()
+    return max(itertools.accumulate(event.nbytes() for event in events))  # nbytes() is negative if memory is freed
 
 
 def bench(q, k, v):

@@ -1,10 +1,10 @@
 """Count the FLOPs, bytes and kernels of a training step:  python measure/counts.py --batch-size 4   (make counts)
 
-It runs two steps of each unmodified rung on fake tensors and counts the second step. Fake tensors have shapes but no
-values, so counting needs no GPU and performs no arithmetic. Runs with the same version of torch give the same counts.
-With --card, it also prints the floor of each step on that GPU. The floor is an estimated lower bound on the step
-time. For each kernel, it is the longer of two times, FLOPs / peak and bytes / bandwidth. The floor of a step is the
-sum over its kernels.
+This program runs two steps of each unmodified rung on fake tensors and counts the second step. Fake tensors have shapes
+but no values, so counting needs no GPU and performs no arithmetic. Runs with the same version of torch give the same
+counts. With --card NAME, it also prints the floor of each rung on that GPU. The floor is an estimated lower bound on
+the step time. The lower bound of a kernel is the longer of two times, FLOPs / peak and bytes / bandwidth. The floor is
+the sum of these bounds over all kernels of the step.
 
 What is counted:
 * FLOPs: only matmuls are counted, with the formulas of torch.utils.flop_counter. The count includes the scores that
@@ -14,8 +14,8 @@ What is counted:
 * Kernels: each operation that is not a view counts as one kernel. In practice, CUDA launches two or three kernels for
   each sum over rows and for each backward pass of LayerNorm. It launches several kernels for each AdamW or clipping
   operation over all parameters.
-* Device: the steps run on the CPU but follow CUDA's rules. Softmax is float32 under autocast, and AdamW and clipping
-  use one operation for all parameters. Inductor schedules kernels for an A100 but does not pad matmuls.
+* Device: the steps run on the CPU but follow PyTorch's rules for CUDA. Softmax is float32 under autocast, and AdamW
+  and clipping use one operation for all parameters. Inductor schedules kernels for an A100 but does not pad matmuls.
 """
 
 import argparse
@@ -57,7 +57,7 @@ from baseline import MODELS
 
 aten = torch.ops.aten
 NOT_KERNELS = {aten._unsafe_view.default, aten.lift_fresh.default}  # views that their schemas do not mark as views
-HOST = {aten._foreach_add_.Tensor}  # for AdamW's step counters, which are on the CPU unless AdamW is fused
+HOST = {aten._foreach_add_.Tensor}  # increments AdamW's step counters, which are on the CPU unless AdamW is fused
 ONLY_WRITTEN = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # they overwrite a tensor without reading it
 SCHEDULES = {}  # key of a compiled graph -> its kernels
 A100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)  # 108 SMs, capability 8.0, limits per SM
@@ -65,9 +65,9 @@ A100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)  # 108 SMs
 
 @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu)
 def attention_flops(q, k, v, dropout=0.0, is_causal=False, products=2, **_):
-    """Return the FLOPs of attention's two matmuls. q is a shape (..., T, head size).
+    """Return the FLOPs of attention's matmuls. `products` is their number. q is a shape (..., T, head size).
 
-    Causal attention computes T (T + 1) / 2 scores.
+    Causal attention computes only T (T + 1) / 2 of the T * T scores.
     """
     *heads, T, size = q
     return products * 2 * torch.Size(heads).numel() * size * (T * (T + 1) // 2 if is_causal else T * T)
@@ -80,7 +80,7 @@ def attention_backward_flops(grad, q, k, v, out, logsumexp, dropout, is_causal, 
 
 
 def product(func, args, kwargs, out, float32):
-    """Return (name, FLOPs, precision) of an operation. If it is not a matmul, the last two are 0 and ""."""
+    """Return (name, FLOPs, precision) of an operation. FLOPs and precision are 0 and "" if it is not a matmul."""
     name, formula = f"aten::{func.overloadpacket.__name__}", FLOPS.get(func.overloadpacket)
     if not formula:
         return name, 0, ""
@@ -119,7 +119,7 @@ def traffic(func, args, kwargs, out):
 
 
 class Counter(TorchDispatchMode):
-    """Records the kernels that run in this mode. `float32` is the precision of float32 matmuls, float32 or tf32."""
+    """Records operations in this mode as kernels. `float32` is the precision of float32 matmuls, float32 or tf32."""
 
     def __init__(self, float32="float32"):
         super().__init__()
@@ -145,14 +145,14 @@ class Counter(TorchDispatchMode):
 
 
 class Scheduled(BaseException):
-    """Carries the kernels of Inductor's schedule. It is a BaseException, because Inductor would wrap an Exception."""
+    """Stops Inductor and carries the scheduled kernels. Inductor would wrap an Exception but not a BaseException."""
 
 
 def moved(node):
     """Return the number of bytes that an Inductor scheduler node reads and writes.
 
-    For a fused node, Inductor counts all rows of a lookup table. For the parts of the node, it counts only the rows
-    that are read. This function uses the smaller number for each buffer.
+    Inductor's count for a fused node includes all rows of a lookup table. Its counts for the operations in that node
+    include only the rows that are read. This function therefore uses the smaller count for each buffer.
     """
     sizes, parts = node.get_read_write_buffer_accesses(True, True), node.get_nodes()
     if len(parts) == 1:
@@ -170,7 +170,7 @@ def schedule(float32, graph):
         size, parts = moved(node), node.get_nodes()
         name, flops, precision = f"triton_{get_fused_kernel_name(parts, 'original_aten')}_0", 0, ""
         if not size or ("attention_for_cpu" in name and not node.is_extern()):
-            continue  # a view, an extra output of an operation, or a layout change for the CPU's kernel
+            continue  # no kernel on a GPU: a view, an extra output, or a layout change for the CPU's attention
         if node.is_extern():
             origins = parts[0].node.origins
             for call in (n for n in origins if getattr(n.target, "overloadpacket", None) in FLOPS):
@@ -200,7 +200,7 @@ def compiler(counter):
     """
 
     def inner(gm, inputs, **options):
-        key = str(gm.graph), *((t.shape, t.dtype) for t in inputs)  # rungs 07 to 10 have identical graphs
+        key = str(gm.graph), *((t.shape, t.dtype) for t in inputs)  # rungs 07 to 10 have identical graphs and keys
         mine, inputs = copy.deepcopy(gm), list(inputs)
 
         def passes(graph, **how):
@@ -236,7 +236,7 @@ def compiler(counter):
 
     def compile(module, **_):
         backend = functools.partial(compile_fx, inner_compile=inner)
-        call = torch.compile(module._call_impl, backend=backend, fullgraph=True)  # no kernel is outside the graph
+        call = torch.compile(module._call_impl, backend=backend, fullgraph=True)  # reject code outside the graph
 
         def without_counter(*args):
             with _pop_mode_temporarily():  # Dynamo does not compile under an unknown dispatch mode
@@ -250,8 +250,8 @@ def compiler(counter):
 def step(rung, model, batch_size, seq_len, cuda=True):
     """Return the kernels of a rung's second step, in order.
 
-    The step follows CUDA's rules, or the CPU's rules if `cuda` is False. Raises SystemExit if the script rejects the
-    batch size or the sequence length.
+    The step follows PyTorch's rules for CUDA, or its rules for the CPU if `cuda` is False. Raises SystemExit if the
+    script rejects the batch size or the sequence length.
     """
     counter, steps = Counter("float32" if rung.precision == "float32" else "tf32"), []
     softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
@@ -278,18 +278,18 @@ def step(rung, model, batch_size, seq_len, cuda=True):
     }
     if cuda:
         patches |= {
-            "torch.backends.cpu.get_cpu_capability": lambda: "AVX512",  # allows bf16
+            "torch.backends.cpu.get_cpu_capability": lambda: "AVX512",  # on a CPU, the rungs require AVX-512 for bf16
             "torch.nn.functional.softmax": in_float32,
             "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,
             "torch.optim.adam._default_to_fused_or_foreach": lambda *_, **__: (False, True),
         }
     hooks = register_optimizer_step_pre_hook(begin_update), register_optimizer_step_post_hook(end_update)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)  # as on a GPU, because deterministic mode compiles different kernels
+    torch.use_deterministic_algorithms(False)  # as in the rungs on a GPU; this mode changes compiled kernels
     torch._dynamo.reset()
     try:
         with contextlib.ExitStack() as stack, mock.patch.dict(os.environ):
-            for name in OVERRIDES:  # these could disable the compiler
+            for name in OVERRIDES:  # environment variables that could disable the compiler
                 os.environ.pop(name, None)
             for name, value in patches.items():
                 stack.enter_context(mock.patch(name, value))

@@ -19,7 +19,7 @@ from record import ROOT
 sys.path.append(str(ROOT / "dev"))
 from ladder import read_toml
 
-INSTEAD = {"tf32": "float32", "bf16": "fp16", "fp16": "float32"}  # precision -> its substitute on a GPU without it
+INSTEAD = {"tf32": "float32", "bf16": "fp16", "fp16": "float32"}  # precision -> substitute if a GPU does not support it
 
 
 class Kernel(NamedTuple):
@@ -41,7 +41,7 @@ class Card:
 
     @classmethod
     def read(cls, name):
-        """Return a GPU, given its name in cards.toml ("RTX" is optional) or the path of a file with roof.py's output.
+        """Return a Card, given a GPU's name in cards.toml ("RTX" is optional) or the path of roof.py's saved output.
 
         Raises ValueError if `name` is neither, and OSError if a file cannot be read.
         """
@@ -75,7 +75,7 @@ class Card:
 
 
 def read_counts(path=ROOT / "results" / "counts.json"):
-    """Return the counts as {(model, B, T): {script: step}}. Each step is a Counter of kernels."""
+    """Return {(model, batch size, sequence length): {script: step}}. Each step is a Counter of kernels."""
     data = json.loads(path.read_text(encoding="utf-8"))
     return {
         (one["model"], one["batch_size"], one["seq_len"]): {

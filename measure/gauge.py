@@ -17,7 +17,7 @@ def gpu_id(properties):
 
 
 def find_gpu(wanted):
-    """Return the NVML handle of the GPU with this gpu_id, or None if NVML is unavailable or has no such GPU."""
+    """Return the NVML handle of the GPU whose gpu_id is `wanted`, or None if NVML is unavailable or lacks this GPU."""
     try:
         pynvml.nvmlInit()
         gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
@@ -51,7 +51,7 @@ def reading(gpu):
 def busy(gpu):
     """Return a description of the load from other programs, or None if it is low.
 
-    Call this function only while no ladder script runs.
+    The load from a ladder script would count as well, so call this function only while no ladder script runs.
     """
     cores = psutil.cpu_percent(interval=0.1) / 100 * psutil.cpu_count()
     said = [f"other programs use {cores:.1f} CPU cores"] if cores > min(1, psutil.cpu_count() / 4) else []

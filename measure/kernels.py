@@ -1,10 +1,10 @@
 """Break the step time down by kind of kernel:  python measure/kernels.py speedup_05_compile.py --steps 10
 
-It runs the unmodified script under torch.profiler and profiles 3 steps after 5 warm-up steps. After the script's
-output, it prints one line of JSON: milliseconds per step for each group, the attention kernel that ran, and the peak
-memory that PyTorch reserved, in GiB. On a GPU, it groups kernels by their names and by the operations that launched
-them. The group "idle" is the time during which no kernel ran. On a CPU, it groups operations and sums their self times,
-which exclude nested operations. The group "idle" is then the time spent in Python and dispatch.
+This program runs the unmodified script under torch.profiler and profiles 3 steps after 5 warm-up steps. After the
+script's output, it prints one line of JSON: milliseconds per step for each group, the attention kernel that ran, and
+the peak memory that PyTorch reserved, in GiB. On a GPU, it groups kernels by their names and by the operations that
+launched them. The group "idle" is the time during which no kernel ran. On a CPU, it groups operations and sums their
+self times, which exclude nested operations. The group "idle" is then the time spent in Python and dispatch.
 """
 
 import json
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 STEPS = 3
-# The first pattern that matches determines the group. A compiled kernel's name lists the operations fused into it.
+# The group is the first one whose pattern matches. The name of a compiled kernel lists the operations fused into it.
 GROUPS = {
     "optimizer": r"optimizer\.|adam|multi_tensor|_foreach_|vector_norm|lpnorm",
     # bmm: the batched matmuls of unfused attention
@@ -80,7 +80,7 @@ def length(spans):
 def in_steps(trace):
     """Return (the steps, the events within them) from a Chrome trace that torch.profiler wrote."""
     events = [event for event in trace if event.get("ph") == "X"]
-    # A GPU trace repeats these ranges on the GPU's own timeline, but there they do not cover all kernels.
+    # A GPU trace also contains GPU ranges for the steps. They do not cover all kernels, so only CPU ranges are used.
     steps = [e for e in events if e["name"].startswith("ProfilerStep") and e["cat"] == "user_annotation"]
     start, end = min(step["ts"] for step in steps), max(step["ts"] + step["dur"] for step in steps)
     return steps, [e for e in events if start <= e["ts"] < end and not e["name"].startswith("ProfilerStep")]
@@ -102,8 +102,8 @@ def grouped(steps, events, gpu=False):
             operation, path = launched_in.get(kernel["args"].get("External id"), ("", ""))
             kind = group(kernel["name"], f"{path} {operation}")
             said = group(operation) if operation.startswith("aten::") else kind
-            # In these two cases, use the group of the operation that launched the kernel. Many kernels have generic
-            # names, and the names of cuBLAS kernels do not show whether a matmul belongs to attention.
+            # Many kernels have generic names, and the names of cuBLAS kernels do not show whether a matmul belongs to
+            # attention. In these two cases, use the group of the operation that launched the kernel.
             if kind == "normalisation and element-wise" or (kind, said) == ("matmul", "attention"):
                 kind = said
             total[kind] += kernel["dur"]
@@ -124,9 +124,9 @@ def profile(script):
 
     gpu = torch.accelerator.is_available() and "cpu" not in sys.argv
     if not gpu:
-        # Without this option, compiled C++ code appears as one unnamed block. The option changes the key of Inductor's
-        # cache, so the first profile on a CPU recompiles the model. On a GPU, the option stays off, so the profile can
-        # reuse the kernels of earlier runs.
+        # Without this option, compiled C++ code is one unnamed block in the trace. The option changes the key of
+        # Inductor's cache, so the first profile on a CPU recompiles the model. On a GPU, the option stays off, so the
+        # profile can reuse the kernels of earlier runs.
         torch._inductor.config.cpp.enable_kernel_profile = True
     with tempfile.TemporaryDirectory() as folder:
         path, devices = Path(folder, "trace.json"), set()
@@ -139,7 +139,7 @@ def profile(script):
             device = optimizer.param_groups[0]["params"][0].device
             devices.add(device)
             if gpu:
-                torch.accelerator.synchronize(device)  # kernels that are still in the queue belong to this step
+                torch.accelerator.synchronize(device)  # wait for queued kernels, which belong to this step
             profiler.step()
 
         hook = register_optimizer_step_post_hook(end_of_step)

@@ -5,8 +5,8 @@
     python measure/peers.py trainer    transformers.Trainer with bf16, torch.compile and fused AdamW
 
 All three loops use the batches, optimizer, clipping and schedule of speedup_10_fused_adamw.py, without dropout. They
-start from the rung's initial weights, except for the rows that pad the vocabulary, because transformers does not pad
-it. Their loss curves therefore match the rung's curve. Each loop prints lines in the same format as the rung.
+start from that rung's initial weights, without the rows that pad its vocabulary, because transformers does not pad the
+vocabulary. Their loss curves therefore match the rung's curve. Each loop prints lines in the same format as the rung.
 On a machine with several GPUs, Trainer uses all GPUs that CUDA_VISIBLE_DEVICES lists.
 """
 
@@ -30,7 +30,7 @@ import transformers  # noqa: E402
 
 
 def build(name):
-    """Return a transformers GPT-2 with the rung's initial weights."""
+    """Return a transformers GPT-2 with the initial weights of rung 10."""
     ours = rung.GPT(rung.MODELS[name])
     c = ours.config
     shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "n_positions": c.block_size}
@@ -38,7 +38,7 @@ def build(name):
     model = transformers.GPT2LMHeadModel(config)
     theirs = model.state_dict()
     for key, w in ours.state_dict().items():
-        conv1d = key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))  # stored as (in, out)
+        conv1d = key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))  # transformers stores (in, out)
         theirs[key].copy_(w.t() if conv1d else w[: len(theirs[key])])
     return model.train()
 
@@ -124,7 +124,7 @@ class Report(transformers.TrainerCallback):
         self.seconds = self.clock() - self.start
 
     def on_log(self, args, state, control, logs, **kwargs):
-        if "loss" in logs:  # the last log describes the whole run and has no "loss"
+        if "loss" in logs:  # Trainer's last log describes the whole run and has no "loss"
             self(self.seconds, logs["loss"])
             self.start = self.clock()
 

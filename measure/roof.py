@@ -1,8 +1,8 @@
 """Measure the peak speed of this device:  python measure/roof.py --model gpt2 --batch-size 4
 
-It prints JSON with the TFLOP/s of matmuls and the GB/s of a copy. The matmuls use each precision that the device
-supports, the shapes of GPT-2's linear layers, and one large square shape. The GB/s figure of the copy includes both
-the bytes read and the bytes written. All inputs are random, because a kernel can run faster on zeros.
+This program prints JSON with the TFLOP/s of matmuls and the GB/s of a copy. The matmuls use each precision that the
+device supports, the shapes of GPT-2's linear layers, and one large square shape. The GB/s figure of the copy includes
+both the bytes read and the bytes written. All inputs are random, because a kernel can run faster on zeros.
 
 In each round, torch.utils.benchmark measures the median time of a call, and the device is synchronized before each
 clock reading. The result is the best of three rounds, because interference lowers the speed. On a GPU, the program
@@ -28,16 +28,17 @@ def flops_per_token(config, seq_len):
     """Return the FLOPs per token of one training step of a GPT-2 model.
 
     Each parameter in a matmul needs 6 FLOPs: 2 in the forward pass and 4 in the backward pass (Kaplan et al. 2020).
-    There are 12 C^2 such parameters per layer and V * C in the head. Attention's two matmuls with T x T scores add
-    12 * L * C * T, including the masked half. Embedding lookups are not counted. The sum also excludes work that only
-    some implementations do, namely the rows that pad the vocabulary and the scores that flash attention recomputes.
+    With hidden size C and vocabulary size V, each layer has 12 C^2 such parameters, and the head has V * C. With L
+    layers and sequence length T, attention's two matmuls with T x T scores add 12 * L * C * T FLOPs, including the
+    masked half. Embedding lookups are not counted. The sum also excludes work that only some implementations do, namely
+    the rows that pad the vocabulary and the scores that flash attention recomputes.
     """
     L, C = config.n_layer, config.n_embd
     return 6 * (12 * L * C * C + config.vocab_size * C) + 12 * L * C * seq_len
 
 
 def products(config, tokens, square):
-    """Return the matmul shapes {name: (m, k, n)} for (m, k) @ (k, n).
+    """Return the shapes of the matmuls to measure, as {name: (m, k, n)} for (m, k) @ (k, n).
 
     They cover the forward pass of each linear layer, and one square matmul.
     """
@@ -74,7 +75,7 @@ def multiply(precision, shape, device):
     if precision == "tf32":
         check_tf32(device)
     x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
-    if precision == "fp8":  # one scale per tensor; dimensions must be multiples of 16
+    if precision == "fp8":  # one scale per tensor; dimensions must be multiples of 16, so n is cut
         x, w = x.to(torch.float8_e4m3fn), w[: n // 16 * 16].to(torch.float8_e4m3fn)
         one = torch.ones((), device=device)
         stmt = "torch._scaled_mm(x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)"
@@ -87,7 +88,7 @@ def multiply(precision, shape, device):
 
 
 def measure(config, tokens, device):
-    """Return all peaks as a dict. If the device or torch does not support a matmul, its row contains the reason."""
+    """Return the peaks and a row per matmul as a dict. If a matmul is unsupported, its row contains the reason."""
     shapes = products(config, tokens, square=2048 if device.type == "cpu" else 8192)
     matmul = [
         {"precision": precision, "name": name, "shape": shape, "tflops": None, "error": None}
