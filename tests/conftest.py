@@ -18,10 +18,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests do not use the Hugging Face hub
-os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # the scripts also set these
-os.environ |= {"MAKEFLAGS": "", "ARGS": ""}  # clears variables that a `make` in a test would inherit
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # as in the scripts
+os.environ |= {"MAKEFLAGS": "", "ARGS": ""}  # otherwise, a `make` in a test would inherit them
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # `make test` runs several processes, which share the cores
-# By default, glibc returns freed blocks to the system. Reallocating them takes a third of nano's step time.
+# By default, glibc returns freed blocks to the system, and reallocating them takes a third of nano's step time.
+# These higher thresholds make glibc keep freed blocks for reuse.
 os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 import pytest
 import torch
@@ -171,7 +172,7 @@ def save_gpt2(folder, change=None, **config):
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32}
     model = GPT2LMHeadModel(GPT2Config(**shape | config)).eval()
     with torch.no_grad():
-        for name, p in model.named_parameters():  # also biases: a missing bias of zeros would go unnoticed
+        for name, p in model.named_parameters():  # zero biases would hide a bias that was not loaded
             p.normal_(mean=float("ln_" in name and name.endswith("weight")), std=0.2)
         if change:
             change(model)
@@ -239,7 +240,7 @@ def watch(script, *args, compiled=False, **options):
         return loss
 
     def before(optimizer, *_):
-        if model:  # model is None in set_state_dict, which creates the moments with a step at learning rate 0
+        if model:  # model is None while set_state_dict creates AdamW's moments with a step at learning rate 0
             steps[-1].groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             steps[-1].before = {name: p.detach().clone() for name, p in model.named_parameters()}
             steps[-1].grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -264,7 +265,7 @@ def watch(script, *args, compiled=False, **options):
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Run GPU work on the CPU. Record in `events` each copy to a GPU and each call that would block Python."""
+    """Run GPU work on the CPU. Record in `events` each copy to a GPU and each call that would wait for a GPU."""
 
     def __init__(self, events):
         super().__init__()
@@ -290,7 +291,7 @@ def made_up_gpu(events=None, capability=(9, 0), *others):
     """
     capabilities = [capability, *others]
 
-    def capability_of(device=0):  # GPU 0 is PyTorch's current device
+    def capability_of(device=0):  # by default, the current device, which is GPU 0
         return capabilities[getattr(device, "index", device) or 0]
 
     events, autocast = [] if events is None else events, torch.autocast
@@ -344,7 +345,7 @@ def refused(monkeypatch, capfd):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # main() may have replaced this handler
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code, (printed, written) = exit.value.code, capfd.readouterr()
-        if isinstance(code, str):  # Python would print the string on stderr and exit with status 1
+        if isinstance(code, str):  # Python would print a string on stderr and exit with status 1
             code, written = 1, f"{written}{code}\n"
         assert code in (1, 2) and len(written.splitlines()) == lines, written
         assert re.match(rf"{Path(script).name}: error: .*{says}", written.splitlines()[-1], re.IGNORECASE), written
@@ -355,7 +356,7 @@ def refused(monkeypatch, capfd):
 
 @pytest.fixture
 def measured(request):
-    """Write a test's measurement to the terminal as one line, even while pytest captures output."""
+    """Return a function that writes a measurement to the terminal as one line, even while pytest captures output."""
     reporter, capture = map(request.config.pluginmanager.get_plugin, ("terminalreporter", "capturemanager"))
 
     def measured(text):
@@ -375,7 +376,7 @@ def trouble(errors):
 
 @pytest.fixture(scope="session")
 def inductor_cache(request, tmp_path_factory):
-    """Return the folder of torch.compile's cache. If pytest's cache is enabled, it persists between runs."""
+    """Return the folder of torch.compile's cache. If pytest's cache is enabled, the folder persists between runs."""
     cache = getattr(request.config, "cache", None)
     return str(cache.mkdir("inductor") if cache else tmp_path_factory.mktemp("inductor"))
 
@@ -420,7 +421,8 @@ def verdict(monkeypatch, tmp_path):
         deterministic = torch.are_deterministic_algorithms_enabled()
         for name in ours:
             del sys.modules[name]
-        # Assertion rewriting and the plugins' garbage collection would each take longer than most of these tests.
+        # Assertion rewriting and the plugins' garbage collection are off. Each would take longer than most of these
+        # tests.
         plugins = "unraisableexception", "threadexception", "faulthandler", "cacheprovider", "xdist"
         words = *words, "-qx", "--assert=plain", f"--basetemp={tmp_path / 'tmp'}", "-c", root / "pyproject.toml"
         words += tuple(f"-pno:{name}" for name in plugins)
@@ -454,7 +456,7 @@ def commit_all(folder):
 def press_ctrl_c_at(pattern, command, folder, **environment):
     """Run a command and send it SIGINT, as a terminal does on Ctrl-C, at the first line that matches the pattern.
 
-    Return (its stdout and stderr, its exit status). The status is None if SIGINT was sent.
+    Return (the command's stdout and stderr, its exit status). The status is None if SIGINT was sent.
     """
     child = subprocess.Popen(
         command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -475,7 +477,7 @@ def press_ctrl_c_at(pattern, command, folder, **environment):
                 pressed = True
                 os.killpg(child.pid, signal.SIGINT)
                 limit.cancel()
-                limit = kill_in(120)  # TensorBoard usually exits at once but occasionally hangs
+                limit = kill_in(120)  # kills a command that hangs after SIGINT, as TensorBoard sometimes does
         status = child.wait()
     finally:
         limit.cancel()
@@ -516,7 +518,7 @@ def clone(small, tmp_path):
 def run(tmp_path_factory, inductor_cache):
     """Return a function that runs a script in a separate process, offline and in an empty home folder.
 
-    The completed process has the files left behind, the steps and the losses as attributes.
+    The completed process has the files left in the home folder, the printed steps and their losses as attributes.
     """
 
     def run(script, *args, torchrun=None, restarts=0, folder=ROOT, timeout=600, **environment):
@@ -525,9 +527,10 @@ def run(tmp_path_factory, inductor_cache):
         if torchrun:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
             command[1:1] = [*launcher, f"--nproc_per_node={torchrun}", f"--max-restarts={restarts}"]
-        kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"  # GPU runs need the last four
+        # GPU runs need LD_LIBRARY_PATH and the variables of CUDA, NCCL and Triton.
+        kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"
         env = {name: value for name, value in os.environ.items() if re.fullmatch(kept, name)}
-        packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # set by the user
+        packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # keep the user's entries
         env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "offline"), *packages]))}
         env |= {"HOME": str(home), "TORCHINDUCTOR_CACHE_DIR": inductor_cache} | environment
         done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=timeout)

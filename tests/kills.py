@@ -6,8 +6,8 @@ The run trains nano under torchrun with two ranks on the CPU. With --ranks 1, it
 uses one rank on a GPU. It saves a checkpoint every 3 steps. Each kill is sent 1 to 6 steps after the checkpoint from
 which the run started. About a third of the kills are delayed until a save begins. A resumed run must start from the
 last finished checkpoint. At the end, the losses of all steps and the weights must match the uninterrupted run bit for
-bit. On a GPU, the order of atomic additions varies, so small differences are allowed. A lost step would cause larger
-differences.
+bit. On a GPU, the order of atomic additions varies, so differences up to a tolerance are allowed. A lost step would
+exceed the tolerance.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def kill(processes):
 def log(folder):
     """Return {step: loss} of a log's complete lines. Raise AssertionError if a step is missing or repeated."""
     path = folder / "log.jsonl"
-    lines = path.read_text().split("\n")[1:-1] if path.exists() else []  # the first line describes the run
+    lines = path.read_text().split("\n")[1:-1] if path.exists() else []  # the first line of a log describes the run
     found = {record["step"]: record["loss"] for record in map(json.loads, lines)}
     assert list(found) == list(range(len(lines))), f"the log misses or repeats a step: {list(found)}"
     return found
@@ -72,7 +72,7 @@ def newest(folder):
 
 
 def unfinished(folder):
-    """Return (last write time, bytes) of an unfinished checkpoint. It remains after a kill until the next save."""
+    """Return (last write time, bytes) of an unfinished checkpoint, which remains after a kill until the next save."""
     found = []
     for path in folder.glob("*.pt.tmp"):
         try:
@@ -123,7 +123,7 @@ def main():
             while (len(log(stormy)) <= before + more or changed(stormy) == written) and process.poll() is None:
                 assert time.monotonic() < patience, "the run did not reach the step in 300 s"
                 time.sleep(0.01)
-            victims = family(process)  # at this point, the ranks have started
+            victims = family(process)  # the run has logged a step, so its ranks have started
             if in_a_save:
                 while unfinished(stormy)[0] <= left[0] and process.poll() is None:  # until part of a save is written
                     pass

@@ -11,14 +11,17 @@ from conftest import FP16, STEP, load, play
 
 
 def train(monkeypatch, steps, blow_up=()):
-    """Run fp16_grad_scaler.py and return (its printed steps, the weights after each AdamW step and at the end)."""
+    """Run fp16_grad_scaler.py and return (the printed steps, the weights after each AdamW step and at the end).
+
+    In the steps listed in `blow_up`, the loss is multiplied by 1e5, which makes the gradient overflow.
+    """
     module, left, calls = load(FP16), [], []
     forward, step = module.GPT.forward, torch.optim.AdamW.step
 
     def forward_and_blow_up(model, *inputs):
         loss = forward(model, *inputs)
         calls.append(model)
-        # A gradient this large overflows fp16 when multiplied by the scale of 65536. The loss itself stays finite.
+        # With this factor, the gradient overflows fp16 when multiplied by the scale of 65536. The loss stays finite.
         return loss * (1e5 if len(calls) - 1 in blow_up else 1)
 
     def step_and_look(optimizer, *args, **kwargs):
@@ -45,7 +48,7 @@ def test_a_step_whose_gradient_overflows_is_skipped_and_said(monkeypatch):
 def test_a_growing_scale_is_not_a_skipped_step(monkeypatch):
     """A growing scale is not reported as a skipped step.
 
-    In this test, the scale doubles after 2 good steps. The default is 2,000.
+    In this test, the scale doubles after every 2 steps without an overflow. By default, GradScaler waits 2,000 steps.
     """
     monkeypatch.setattr(
         torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=1024.0, growth_interval=2)

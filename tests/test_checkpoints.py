@@ -61,7 +61,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def whole():
-    """Return a function that runs a script without interruption and returns its steps."""
+    """Return a function that runs a script for 8 steps without interruption and returns the recorded steps."""
     return functools.cache(lambda script: train(8, script=script))
 
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_holds_all_that_the_training_is(tmp_path, script):
     assert checkpoint["position"] == 6 * 128
     assert checkpoint["task"].items() >= {"--model": "nano", "--seq-len": 32, "--total-batch-size": 128}.items()
     model = nano("speedup_10_fused_adamw.py")
-    model.load_state_dict(checkpoint["model"])  # strict: the names must match the model's exactly
+    model.load_state_dict(checkpoint["model"])  # fails unless the names match the model's exactly
     assert checkpoint["optim"]["state"].keys() == dict(model.named_parameters()).keys()
     assert {float(state["step"]) for state in checkpoint["optim"]["state"].values()} == {6.0}
 
@@ -137,7 +137,7 @@ def test_save_leaves_the_final_weights_for_every_script_of_this_shape(tmp_path, 
     assert {p.device.type for p in weights.values()} == {"cpu"}
     for other in since(7):
         model = nano(other)
-        model.load_state_dict(weights)  # strict: the names must match the model's exactly
+        model.load_state_dict(weights)  # fails unless the names match the model's exactly
         assert all(torch.equal(p, last.after[name]) for name, p in model.named_parameters())
 
 
@@ -152,7 +152,7 @@ def full_disk():
 def test_save_writes_a_whole_file_or_fails_before_training_if_it_can(tmp_path, script, refused, monkeypatch):
     words = "--device", "cpu", *SIZES, "--steps", 2, *SCHEDULE * (script == TRAIN)
     (tmp_path / "file").touch()
-    os.mkfifo(tmp_path / "pipe")  # like /dev/null, not a regular file
+    os.mkfifo(tmp_path / "pipe")  # like /dev/null, not a regular file: --save must reject it
     path = tmp_path / "weights.pt"
     path.write_text("of an earlier run")
     before = names(tmp_path)
@@ -165,7 +165,7 @@ def test_save_writes_a_whole_file_or_fails_before_training_if_it_can(tmp_path, s
     finally:
         end()
     assert "median of steps" in printed
-    monkeypatch.setattr(load(script).DataLoaderLite, "next_batch", killed)  # Ctrl-C
+    monkeypatch.setattr(load(script).DataLoaderLite, "next_batch", killed)  # as if by Ctrl-C
     with pytest.raises(KeyboardInterrupt):
         train(2, "--save", path, script=script)
     assert names(tmp_path) == before and path.read_text() == "of an earlier run"
@@ -204,7 +204,7 @@ def test_other_micro_batches_continue_with_the_same_text(saved, undisturbed):
 def test_resume_starts_without_a_checkpoint_and_stops_if_all_steps_are_done(undisturbed, tmp_path):
     arguments = "--checkpoint-dir", tmp_path / "new" / "folder", "--resume", "--log-file", tmp_path / "log.jsonl"
     assert curve(train(8, *arguments)) == curve(undisturbed)
-    assert train(8, *arguments) == []  # as when a finished job is requeued
+    assert train(8, *arguments) == []  # as when a scheduler restarts a finished job
     assert [record["step"] for record in records(tmp_path / "log.jsonl")] == list(range(8))
 
 
@@ -478,9 +478,9 @@ def test_a_damaged_checkpoint_is_not_one_of_those_kept(saved):
 
 
 def test_what_a_user_puts_beside_the_checkpoints_stays(saved):
-    """A user's files and the new checkpoint are kept.
+    """A run with --keep 1 deletes neither the user's files nor its new checkpoint.
 
-    All files are dated in the future, and a later checkpoint is damaged.
+    In this test, all earlier files are dated in the future, and the checkpoint of a later step is damaged.
     """
     for name in ("step_best.pt", "step_6.pt", "weights.pt"):
         shutil.copy(saved / "step_00000006.pt", saved / name)
@@ -510,7 +510,7 @@ def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, script)
 
 @pytest.mark.parametrize("script", versions("main", among=SAVING))
 def test_the_time_left_covers_the_remaining_steps_without_compilation(monkeypatch, script):
-    reads = [1000, 1600]  # the first step compiles for 10 minutes; each later step takes 30 seconds
+    reads = [1000, 1600]  # simulated: the first step compiles for 10 minutes, and each later step takes 30 seconds
     clock = iter([*reads, *range(2000, 9000, 30)])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     assert [step.printed["left"] for step in train(5, script=script)] == [None, "1.5", "1.0", "0.5", "0.0"]

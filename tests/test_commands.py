@@ -1,7 +1,7 @@
 """Commands in READMEs, pages, docstrings and `make help` work as written.
 
 Long training runs are interrupted at their second step. A command is not run if it needs a GPU, the Hugging Face hub or
-several minutes, or if another test file runs it. The file lists the skipped commands by reason.
+several minutes, or if another test file runs it. This test file lists the skipped commands by reason.
 """
 
 import ast
@@ -32,7 +32,7 @@ NOT_RUN = {
         "python pretrain/hellaswag.py gpt2 --data FILE",
     ],
     "it installs packages or asks for them": [
-        "uv run speedup_03_bf16.py",  # test_scripts.py runs it
+        "uv run speedup_03_bf16.py",  # test_scripts.py runs the script without uv
         "pip install -r requirements.txt",
         "pip install -r requirements-dev.txt",  # `make test` runs it
         "pip install -r pretrain/requirements.txt",
@@ -106,7 +106,8 @@ NOT_RUN = {
 }
 REASONS = {command: reason for reason, commands in NOT_RUN.items() for command in commands}
 
-# {command pattern: bash lines that create the files the command needs}. $TRAINED is a folder of checkpoints.
+# BEFORE maps a command pattern to the bash lines that create the files the command needs.
+# $TRAINED is the folder that the fixture `trained` returns.
 PARQUET = 'python -c \'import pandas; pandas.DataFrame({{"text": ["To be"] * 99}}).to_parquet("{}")\''
 BEFORE = {
     r"--data my\.txt": "cp input.txt my.txt",
@@ -133,7 +134,7 @@ BEFORE = {
     'touches = ["main"]\\nlimit = 2\\n\\n[[rung]]\\n&/\' ladder.toml',
 }
 
-# Ctrl-C stops a long command at the first line that matches a key. The output must then match the key's value.
+# Ctrl-C stops a long command at the first line that matches a key of LONG. The output must then match the key's value.
 LONG = {
     r"^step +1 \|": r"^median of steps ",
     r"^pass 1/\d  baseline\.py: \S+ ms\b": r"^not finished: run the same command again$",
@@ -151,7 +152,7 @@ def commands():
 
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-        text = re.sub(r"<!-- results, .*?<!-- end of", "", text, flags=re.DOTALL)  # skip past measurements
+        text = re.sub(r"<!-- results, .*?<!-- end of", "", text, flags=re.DOTALL)  # skip the generated results
         blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
         for language, block in blocks.findall(text):
             assert language in ("", "bash", "text", "python"), f"{name}: ```{language}"
@@ -205,7 +206,7 @@ def test_a_command_works_as_written(command, clone, trained):
     before = [text for pattern, text in BEFORE.items() if re.search(pattern, command)]
     script = "\n".join(["set -e", "source .venv/bin/activate", *before, command])
     env = {"HOME": str(clone.parent), "PYTHONPATH": str(ROOT / "tests" / "offline"), "CUDA_VISIBLE_DEVICES": ""}
-    env |= {"TRAINED": str(trained)} | EAGER  # test_scripts.py runs compiled scripts
+    env |= {"TRAINED": str(trained)} | EAGER  # not compiled; test_scripts.py runs compiled scripts
     printed, status = press_ctrl_c_at("|".join(LONG), ["bash", "-c", script], clone, **env)
     if status is None:
         start = next(start for start in LONG if re.search(start, printed, re.MULTILINE))

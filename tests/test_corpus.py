@@ -55,7 +55,7 @@ def tokens(documents):
 
 @pytest.fixture(scope="session")
 def files(documents, tmp_path_factory):
-    """Return a folder with the documents as one JSON Lines file and two Parquet files, plus the last 30 as text."""
+    """Return a folder with the documents as JSON Lines and as two Parquet files, and the last 30 also as text files."""
     folder = tmp_path_factory.mktemp("corpus")
     rows = [json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents)]
     (folder / "all.jsonl").write_text("".join(rows), encoding="utf-8")
@@ -189,9 +189,10 @@ def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, ca
     monkeypatch.setattr("sys.argv", ["fineweb.py", *arguments])
     with pytest.raises(SystemExit) as exit:
         fineweb.main()
-    assert exit.value.code == (1 if "alone" in case else 2)  # this case fails only after writing a shard
+    # A run whose case contains "alone" fails only after it has written a shard.
+    assert exit.value.code == (1 if "alone" in case else 2)
     written = capfd.readouterr().err
-    lines = [line for line in re.split(r"[\r\n]", written) if line and "tokens/s]" not in line]  # no progress bar
+    lines = [line for line in re.split(r"[\r\n]", written) if line and "tokens/s]" not in line]  # not the progress bar
     assert len(lines) == 1 and re.match(f"fineweb.py: error: .*{pattern}", lines[0]), written
     assert {path: path.read_bytes() for path in here} == here
     assert (tmp_path / "new").exists() == ("alone" in case)
@@ -210,7 +211,7 @@ def public(tokens, magic=20240520, version=1, **_):
 
 
 def test_a_public_shard_is_trained_on(tmp_path, monkeypatch):
-    """train.py accepts training and validation shards that have the hub's file names and no checksum files."""
+    """train.py accepts training and validation shards named as on the Hugging Face hub, without checksum files."""
     folder = tmp_path / "finewebedu10B"
     folder.mkdir()
     held_out, text = np.array_split(encode((ROOT / "input.txt").read_text(encoding="utf-8")[:60_000]), [3000])
@@ -287,7 +288,7 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
         Path(f"{path}.sha256").unlink()
     with pytest.raises(ValueError, match=re.escape(f"{path} {DAMAGE[name]}")):
         Shard(path)[:]
-    if name in ("a flipped bit", "another vocabulary"):  # detected only when the shard is read
+    if name in ("a flipped bit", "another vocabulary"):  # train.py detects these only when it reads the shard
         loader = train.DataLoaderLite(tmp_path, 1, 100)
         with pytest.raises(ValueError, match=re.escape(str(path))):
             for _ in range(60):
@@ -300,7 +301,7 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
 def test_shards_without_train_or_val_in_their_names_are_refused(names, tmp_path, refused):
     for name in names:
         write_shard(tmp_path / f"{name}.bin", np.arange(3000))
-    words = "--data", tmp_path, "--steps", 1, "--total-batch-size", 512  # keeps the test short if the run starts
+    words = "--data", tmp_path, "--steps", 1, "--total-batch-size", 512  # keeps the test short if the run does start
     refused(TRAIN, *words, says=rf"{re.escape(str(tmp_path))}: \d shards match .* both")
 
 

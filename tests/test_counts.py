@@ -36,7 +36,7 @@ def listed(function):
 
 @pytest.fixture(scope="module")
 def step():
-    """Return a function that counts the kernels of a rung's nano step and caches the result."""
+    """Return a function that counts the kernels of one training step of a rung's nano model and caches the result."""
     done = {}
 
     def step(number, cuda=True):
@@ -55,7 +55,9 @@ def test_the_flops_match_the_formula_except_where_stated(number, step):
     config = counts.MODELS["nano"]
     L, C, V = config.n_layer, config.n_embd, config.vocab_size
     expected = B * T * roof.flops_per_token(config, T)
-    if "06" <= number <= "99":  # FlashAttention: 2 matmuls forward and 5 backward, on T (T + 1) / 2 unmasked scores
+    # The formula counts 6 matmuls on all T * T scores. FlashAttention runs 2 matmuls forward and 5 backward, on the
+    # T (T + 1) / 2 unmasked scores.
+    if "06" <= number <= "99":
         expected += L * B * C * 2 * (7 * T * (T + 1) // 2 - 6 * T * T)
     if "07" <= number <= "99":
         expected += 6 * B * T * C * (50304 - V)
@@ -90,7 +92,10 @@ def test_the_bytes_of_the_masked_softmax():
 
 @pytest.mark.parametrize(("fused", "passes"), [(False, 20), (True, 7)])
 def test_the_bytes_of_adamw(fused, passes):
-    """Fused AdamW reads weight, gradient and moments, and writes weight and moments. Unfused AdamW runs 8 kernels."""
+    """Fused AdamW reads 4 values per parameter (weight, gradient and two moments) and writes 3.
+
+    Unfused AdamW runs 8 kernels, which read and write a total of 20 values per parameter.
+    """
     weights = [torch.zeros(3, 5, requires_grad=True), torch.zeros(7, requires_grad=True)]
     optimizer = torch.optim.AdamW(weights, fused=fused, foreach=not fused)
     for weight in weights:
@@ -136,7 +141,8 @@ def test_the_kernels_of_a_step_are_those_that_the_profiler_sees(step, monkeypatc
         hook.remove()
         torch.use_deterministic_algorithms(False)
     counted = Counter(kernel.name for kernel in step("baseline", cuda=False))
-    # Autograd accumulates two gradients in place, but not for the fake tensors that the counter uses.
+    # Autograd accumulates two gradients in place, but not for the fake tensors that the counter uses. The test
+    # therefore treats add_ as add.
     counted["aten::add"] += counted.pop("aten::add_")
     seen, others = Counter(), set()
     for event in profiler.events():
@@ -180,11 +186,12 @@ def test_what_the_compiler_fuses_is_fewer_kernels_and_fewer_bytes_and_the_same_t
     scores = {kernel.bytes for kernel in compiled if "softmax" in kernel.name}
     assert scores and not any("softmax" in kernel.name and "log" not in kernel.name for kernel in flash)
     table = 4 * 50257 * 128
-    # The backward pass fills the whole table with zeros. The forward pass reads only the rows of the batch's tokens.
+    # The backward pass fills the gradient of the whole table with zeros. The forward pass reads only the table rows of
+    # the batch's tokens.
     assert table in {kernel.bytes for kernel in compiled if "embedding_dense_backward" in kernel.name}
     assert max(kernel.bytes for kernel in compiled if "embedding_native" in kernel.name) < table / 10
     counts.SCHEDULES.clear()
-    torch.use_deterministic_algorithms(True)  # a script on the CPU leaves this setting on
+    torch.use_deterministic_algorithms(True)  # a script that ran on the CPU leaves this on
     try:
         assert counts.step(RUNGS["05"], "nano", B, T) == step("05")
         assert torch.are_deterministic_algorithms_enabled()
@@ -198,7 +205,8 @@ def test_what_the_compiler_fuses_is_fewer_kernels_and_fewer_bytes_and_the_same_t
 def test_the_floor_is_for_each_kernel_the_longer_of_the_two():
     card = floor.Card({"float32": 2.0, "fp16": 8.0}, 1000)  # 2 and 8 TFLOP/s, 1 TB/s
     slow, fast = floor.Kernel("mm", "matmul", "float32", 4 * 10**9, 10**9), floor.Kernel("add", "", "", 0, 3 * 10**9)
-    half = floor.Kernel("mm", "matmul", "bf16", 8 * 10**9, 5 * 10**9)  # in fp16: 1 ms of FLOPs, 5 ms of memory traffic
+    # This card has no bf16 peak, so its fp16 peak is used: 1 ms of FLOPs, 5 ms of memory traffic.
+    half = floor.Kernel("mm", "matmul", "bf16", 8 * 10**9, 5 * 10**9)
     assert card.floor_ms({slow: 1}) == (2, 0)
     assert card.floor_ms({slow: 2, fast: 3, half: 1}) == pytest.approx((2 * 2 + 3 * 3 + 5, 3 * 3 + 5))
     assert card.floor_ms({slow._replace(precision="tf32"): 1}) == (2, 0)
@@ -208,7 +216,7 @@ def test_a_card_is_one_of_the_table_or_what_roof_py_printed(tmp_path):
     assert floor.Card.read("4090") == floor.Card.read("RTX 4090") == floor.Card.read("rtx 4090")
     roof = tmp_path / "roof.json"
     roof.write_text(json.dumps({"ceilings_tflops": {"float32": 1.5}, "copy_gb_per_s": 20, "matmul": []}))
-    for precision in ("float32", "tf32", "bf16"):  # roof.json has a peak for float32 only
+    for precision in ("float32", "tf32", "bf16"):  # without other peaks, the float32 peak is used
         assert floor.Card.read(str(roof)).floor_ms({floor.Kernel("mm", "", precision, 3 * 10**9, 0): 1}) == (2, 0)
     for wrong in ({"ceilings_tflops": []}, {"copy_gb_per_s": 0}, {"copy_gb_per_s": None}, {"ceilings_tflops": {}}):
         roof.write_text(json.dumps({"ceilings_tflops": {"float32": 1.5}, "copy_gb_per_s": 20} | wrong))
@@ -291,7 +299,7 @@ def test_the_picture_has_the_three_counts_of_every_rung_and_apart_from_them_what
 
 @pytest.mark.parametrize("number", EAGER + COMPILED)
 def test_the_committed_counts_match_the_scripts(number):
-    """A new count matches results/counts.json. The test is skipped under a different torch version."""
+    """A new count matches results/counts.json. The test is skipped if the file's torch version differs."""
     data = json.loads((ROOT / "results" / "counts.json").read_text())
     if data["torch"] != torch.__version__.partition("+")[0]:
         pytest.skip(f"counted with torch {data['torch']}")

@@ -11,7 +11,8 @@ from conftest import ROOT, RUNGS, TRAIN, load, since, versions
 
 BATCH, LENGTH = 3, 5
 LOADERS = versions("DataLoaderLite")
-ALL_LOADERS = versions("DataLoaderLite", among=list(RUNGS))  # train.py's is endless and holds out a tenth of a text
+# The loader of train.py never reaches an end, and it holds out a tenth of a text.
+ALL_LOADERS = versions("DataLoaderLite", among=list(RUNGS))
 
 
 @pytest.fixture(scope="module")

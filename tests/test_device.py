@@ -49,7 +49,7 @@ def test_a_ceiling_is_operations_over_seconds(monkeypatch):
     found = roof.measure(config, tokens=64, device=torch.device("cpu"))
     row = next(row for row in found["matmul"] if (row["precision"], row["name"]) == ("float32", "lm_head"))
     assert row["shape"] == (64, 32, 100) and row["tflops"] == pytest.approx(2 * 64 * 32 * 100 / 0.5 / 1e12, rel=1e-3)
-    assert found["ceilings_tflops"]["float32"] == pytest.approx(2 * 2048**3 / 0.5 / 1e12, rel=1e-3)  # square matmul
+    assert found["ceilings_tflops"]["float32"] == pytest.approx(2 * 2048**3 / 0.5 / 1e12, rel=1e-3)  # 2048 × 2048
     assert found["copy_gb_per_s"] == pytest.approx(2 * 2**28 / 0.5 / 1e9, rel=1e-3)  # each byte is read and written
 
 
@@ -106,7 +106,7 @@ def test_the_machine_is_described_with_all_its_memory():
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Make NVML report two GPUs at 1234 MHz and the processes in `processes`. The second UUID is GPU-1234-5678."""
+    """Make NVML report two GPUs at 1234 MHz and the returned `processes`. The second GPU's UUID is GPU-1234-5678."""
     state = SimpleNamespace(processes=[], used=2**30)
     for name, value in (
         ("nvmlInit", lambda: None),
@@ -132,7 +132,8 @@ def test_clock_and_power_are_read_from_the_measured_gpu(nvml):
     with made_up_gpu():
         gpu = gauge.find_gpu(machine.describe(torch.device("cuda"))["gpu_id"])
     assert gpu == "GPU-1234-5678" and gauge.find_gpu(None) is None
-    assert gauge.find_gpu(gauge.gpu_id(SimpleNamespace(uuid="of-a-MIG-slice"))) is None  # MIG slices share a clock
+    # MIG slices share a clock, and no clock is read for a slice.
+    assert gauge.find_gpu(gauge.gpu_id(SimpleNamespace(uuid="of-a-MIG-slice"))) is None
     assert gauge.reading(gpu) == {"clock_mhz": 1234, "power_w": 457, "power_limit_w": 700, "temperature_c": None}
     assert gauge.reading(None) is None
 
@@ -168,9 +169,9 @@ def test_a_machine_that_computes_something_else_is_busy():
 
 def test_the_tf32_peak_is_not_measured_in_float32(monkeypatch):
     cpu = torch.device("cpu")
-    with pytest.raises(RuntimeError, match="plain float32"):  # a CPU has no TF32
+    with pytest.raises(RuntimeError, match="plain float32"):  # a CPU multiplies in float32 instead of TF32
         roof.multiply("tf32", (16, 16, 16), cpu)
-    # This matmul rounds its input, as a TF32 matmul does.
+    # A matmul that rounds its input, as a TF32 matmul does, is accepted.
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, y: torch.mm(x.bfloat16().float(), y))
     monkeypatch.setattr(roof, "seconds", lambda *args, **names: 0.5)
     assert roof.multiply("tf32", (16, 16, 16), cpu) > 0
@@ -325,7 +326,7 @@ def test_a_kernel_is_in_its_group(kind):
         (["aten::_scaled_dot_product_flash_attention", "void pytorch_flash::flash_fwd_kernel<64>"], "flash"),
         (["aten::_scaled_dot_product_flash_attention_for_cpu"], "flash"),
         (["aten::_scaled_dot_product_cudnn_attention", NAMES["attention"].split()[0]], "cuDNN"),
-        ([NAMES["attention"].split()[0]], "cuDNN"),  # a CUDA graph records no operations
+        ([NAMES["attention"].split()[0]], "cuDNN"),  # a CUDA graph's profile lists no operations
         (["aten::_efficient_attention_forward", "fmha_cutlassF_f16_aligned_64x64_rf_sm75"], "memory-efficient"),
         (["aten::_scaled_dot_product_attention_math", "aten::bmm"], "math"),
         (["aten::bmm", "aten::_softmax"], "written out"),
@@ -384,7 +385,8 @@ def test_on_a_gpu_a_profile_finds_the_kernels_of_the_runs_before_it(gpu, monkeyp
         with made_up_gpu() if gpu else contextlib.nullcontext(), pytest.raises(SystemExit, match="at least 9 steps"):
             kernels.profile(str(tmp_path / "script.py"))
         assert cpp.enable_kernel_profile == (not gpu)
-        assert (torch._inductor.config.save_config_portable() == before) == gpu  # part of Inductor's cache key
+        # The settings are part of Inductor's cache key, so changed settings would not find the cached kernels.
+        assert (torch._inductor.config.save_config_portable() == before) == gpu
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_the_diff_of_a_page_is_gits(soup, before, after):
     pages = [docs.pair_page(before, after)] + [docs.page(after)] * (RUNGS[after].before == before)
     for page in pages:
         (diff,) = soup(page).select(".diff")
-        # Screen readers must read an unchanged line only once.
+        # A page has each unchanged line twice. Screen readers must read it only once.
         assert all(twice.get("aria-hidden") == "true" for twice in diff.select(".block.same > .old"))
         assert text_of(diff) == printed
         body = printed[printed.index("@@") :].splitlines(keepends=True)
@@ -124,7 +124,7 @@ def test_a_rungs_page_has_all_that_a_reader_looks_for(soup, script):
     article = soup(docs.page(script)).select_one("article")
     assert article.h1.find(string=True).strip() == docs.title(script)
     idea = article.select_one("h1 ~ p").text
-    assert len(re.findall(r"\.(?:\s|$)", re.sub(r"1\.0 ", "", idea))) == 2, idea  # two sentences
+    assert len(re.findall(r"\.(?:\s|$)", re.sub(r"1\.0 ", "", idea))) == 2, idea  # the idea has two sentences
     headings = [heading.find(string=True).strip() for heading in article.find_all("h2")]
     assert [name in headings for name in ("Predicted and measured", "Run it", "Exercise", "Sources")] == [True] * 4
     (commands,) = [code.text for code in article.select("pre > code") if script in code.text]
@@ -135,7 +135,7 @@ def test_a_rungs_page_has_all_that_a_reader_looks_for(soup, script):
         assert not exercise.has_attr("open") and "?" in exercise.summary.text
     assert exercises
     assert len(article.select('h2#sources + ul a[href^="https://"]')) >= 2
-    article = BeautifulSoup(str(article), "html.parser")  # reduce a copy to its prose
+    article = BeautifulSoup(str(article), "html.parser")  # a copy, to be reduced to its prose
     for part in article.select("h1, .facts, .diff, .results, h2#sources + ul, h2#run-it + div, .headerlink"):
         part.decompose()
     words = len(re.findall(r"[\w,.']*\w", article.text))
@@ -241,7 +241,7 @@ def check_findings(page, script, name, data):
 
 
 def test_the_front_page_is_the_readme(soup):
-    """The front page has the README's headings, page links and tables, and its picture in one or two widths."""
+    """The front page has the README's headings, page links and tables, and its picture."""
     page, readme = soup("index.html").select_one("article"), (ROOT / "README.md").read_text(encoding="utf-8")
     headings = [heading.find(string=True).strip() for heading in page.find_all("h2")]
     assert headings == [*re.findall(r"^## (.+)$", readme, re.MULTILINE), "On this site"]
@@ -249,7 +249,8 @@ def test_the_front_page_is_the_readme(soup):
     for name, anchor in re.findall(r"\]\(docs/pages/([\w/]+)\.md(#[\w-]+)?\)", readme):
         assert f"{name}.html{anchor}" in linked
     pictures = page.select("figure[role=img][aria-label] svg")
-    assert len(pictures) == (2 if "counts.svg" in readme else 1)  # counts.svg is shown until a GPU is measured
+    # Until a GPU is measured, the picture is counts.svg, which has a wide and a narrow version.
+    assert len(pictures) == (2 if "counts.svg" in readme else 1)
     assert len(page.select("table")) == len(re.findall(r"^\| ---", readme, re.MULTILINE)) == 2
 
 
@@ -295,7 +296,7 @@ def test_every_mistake_is_on_its_page(soup):
     groups = [heading.find(string=True).strip() for heading in page.select("article h2")]
     assert list(kinds) == ["silent", "slow", "unsafe"]
     assert groups == ["Silently wrong", "Slower than it looks", "Unsafe"]
-    assert docs.TOPICS[0] == kinds["silent"][0]["topic"]  # the page of rung 01 relies on this
+    assert docs.TOPICS[0] == kinds["silent"][0]["topic"]  # the page of rung 01 states that its mistake comes first
     mistakes = [
         (group, mistake)
         for group, kind in zip(groups, kinds, strict=True)
@@ -389,7 +390,10 @@ def made_up(tmp_path_factory):
 
 
 def add_rung(root):
-    """Insert a rung before ddp_run.py as CONTRIBUTING.md describes. Results still compare ddp_run.py with rung 10."""
+    """Insert a rung before ddp_run.py as CONTRIBUTING.md describes.
+
+    In the results, ddp_run.py is still compared with rung 10.
+    """
     ladder = (root / "ladder.toml").read_text(encoding="utf-8")
     row = '[[rung]]\nfile = "speedup_11_new.py"\ntitle = "New"\nidea = "new"\ntouches = []\nlimit = 0\n\n'
     parts = ladder.rpartition('[[rung]]\nfile = "ddp_run.py"')
@@ -409,7 +413,7 @@ def test_a_gpus_result_comes_first_also_with_failed_runs_and_no_peak(made_up):
     pages = [BeautifulSoup((folder / page).read_text(encoding="utf-8"), "html.parser") for page in RUNG_PAGES]
     assert [result["data-result"] for result in pages[0].select(".result")] == ["made-up", *RESULTS]
     for script, page in zip(SCRIPTS, pages, strict=True):
-        if script != "ddp_run.py":  # the new rung now precedes ddp_run.py
+        if script != "ddp_run.py":  # RUNGS lacks the new rung, which now precedes ddp_run.py
             check_findings(page, script, "made-up", data)
     assert "A pass failed: the first pass failed" in pages[1].text
     said = "Predicted on 2026-11-23 for NVIDIA H200, B {}, T 1024: {} ms per step; measured: {} ms, {}."
@@ -457,7 +461,7 @@ def test_a_mistake_in_a_page_is_one_line_and_leaves_the_site_that_was_there(tmp_
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serve the site under a path, as GitHub Pages does, without logging."""
+    """Serve the site under a path, as GitHub Pages does, without logging requests."""
 
     def translate_path(self, path):
         assert path.startswith("/ladder/"), path
@@ -490,8 +494,8 @@ def base(request, urls):
     return urls[request.param]
 
 
-# Storage, search and loading may behave differently from files than from a server, so their tests use both.
-# Other tests use only files.
+# Storage, search and loading may behave differently on pages opened from disk than on pages from a server, so their
+# tests use both. Other tests open the pages from disk only.
 from_both = pytest.mark.parametrize("base", ["file", "http"], indirect=True)
 
 
@@ -547,7 +551,7 @@ def test_the_picture_is_the_one_for_the_window(tab, base):
         sizes = tab.locator(".plots figure:visible svg text").evaluate_all(
             "texts => texts.map(text => text.getBoundingClientRect().height)"
         )
-        assert min(sizes) >= 9  # pixels: large enough to read
+        assert min(sizes) >= 9  # pixels, which is large enough to read
 
 
 @browsing
@@ -701,13 +705,13 @@ def test_search_finds_a_rung(tab, base, words, script):
     found = tab.locator(f'a[href*="{docs.page(SCRIPTS[script])}"] mark').first  # the highlighted search term
     found.click()
     tab.wait_for_url(re.compile(re.escape(base + docs.page(SCRIPTS[script]))))
-    tab.locator("article mark:visible").first.wait_for()  # the term may be in a folded section
+    tab.locator("article mark:visible").first.wait_for()  # if the term is in a folded section, the section must open
 
 
 @browsing
 def test_any_two_scripts_can_be_compared(tab, base):
     tab.goto(base + "compare.html")
-    tab.locator("select[name=before]").select_option(docs.title(SCRIPTS[10]))  # the form must swap the two scripts
+    tab.locator("select[name=before]").select_option(docs.title(SCRIPTS[10]))  # the form must swap them
     tab.locator("select[name=after]").select_option(docs.title(SCRIPTS[0]))
     tab.get_by_role("button", name="Compare").click()
     tab.wait_for_url(base + docs.pair_page("baseline.py", "speedup_10_fused_adamw.py"))
