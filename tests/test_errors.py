@@ -169,9 +169,10 @@ def test_out_of_memory_is_one_line_wherever_it_comes_from(script, source, monkey
 @pytest.mark.parametrize("source", ["the allocator", "cuBLAS", None])
 @pytest.mark.parametrize("script", ["speedup_05_compile.py", "ddp_run.py"])
 def test_out_of_memory_in_the_compiler_is_reported_as_out_of_memory(script, source, monkeypatch):
-    """An out-of-memory error during compilation is reported as out of memory. Other errors are compile failures.
+    """An out-of-memory error during compilation is reported as out of memory.
 
-    Inductor runs candidate kernels on the GPU. If a kernel runs out of memory, Inductor raises a compiler error.
+    Other errors are reported as compile failures. Inductor runs candidate kernels on the GPU. If a kernel runs out of
+    memory, Inductor raises a compiler error.
     """
     error = OUT_OF_MEMORY[source] if source else NotImplementedError("no such kernel")
     monkeypatch.setattr("torch._inductor.graph.GraphLowering.compile_to_module", fail_with(error))

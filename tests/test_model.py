@@ -266,7 +266,8 @@ def test_weights_that_do_not_fit_are_one_clear_error(refused, tmp_path, checkpoi
     for number, config in enumerate(other):
         folder = save_gpt2(tmp_path / str(number), **config)[0]
         for script in ("baseline.py", "speedup_07_vocab_pad.py"):
-            words = "--init-from", folder, "--batch-size", 1, "--steps", 1  # in case the folder is wrongly accepted
+            # If the folder is wrongly accepted, these options keep the run short.
+            words = "--init-from", folder, "--batch-size", 1, "--steps", 1
             refused(script, *words, says=f"{folder}: not GPT-2 .*1024 positions, tied head")
     refused("baseline.py", "--init-from", ROOT / "tests", says=f"{ROOT / 'tests'}: ")
 

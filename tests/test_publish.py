@@ -1,7 +1,7 @@
 """The generated text and plots in the README and the pages match the scripts and `results/`.
 
-Gains, percentages and reading times are recomputed. GPU results are shown first. If publishing fails, no file is changed.
-The README has at most 140 lines and 1,400 words.
+Gains, percentages and reading times are recomputed. GPU results are shown first. If publishing fails, no file is
+changed. The README has at most 140 lines and 1,400 words.
 """
 
 import copy

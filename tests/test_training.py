@@ -145,7 +145,10 @@ def precision_of(script):
 
 @pytest.mark.parametrize("script", LOOPS)
 def test_a_gpu_computes_in_the_fastest_type_that_it_has(script):
-    """From capability 8.0, GPUs use TF32 (rung 02 on) and bf16 (rung 03 on). None uses slow deterministic kernels."""
+    """GPUs of compute capability 8.0 or higher use TF32 from rung 02 on and bf16 from rung 03 on.
+
+    fp16_grad_scaler.py uses fp16 instead of bf16. No script uses the slow deterministic kernels on a GPU.
+    """
     for capability in V100, T4, A100, H100:
         ampere = capability >= A100
         tf32 = script in since(2, among=list(RUNGS)) and ampere
@@ -171,7 +174,7 @@ def test_what_a_gpu_does_not_have_is_said_in_a_line_and_left_out(script):
 
 @pytest.mark.parametrize("script", LOOPS)
 def test_of_two_gpus_the_one_that_was_asked_for_is_used_and_named(script, monkeypatch):
-    """With a T4 as PyTorch's current GPU and an A100 as cuda:1, `--device cuda:1` uses and prints only the A100."""
+    """With a T4 as PyTorch's current GPU and an A100 as cuda:1, `--device cuda:1` uses only the A100 and prints its name."""
     used, to = [], load(script).GPT.to
     monkeypatch.setattr(load(script).GPT, "to", lambda model, device: used.append(device) or to(model, device))
     words = "--model", "nano", "--steps", 1, "--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md"
