@@ -174,7 +174,7 @@ def test_what_a_gpu_does_not_have_is_said_in_a_line_and_left_out(script):
 
 @pytest.mark.parametrize("script", LOOPS)
 def test_of_two_gpus_the_one_that_was_asked_for_is_used_and_named(script, monkeypatch):
-    """With a T4 as PyTorch's current GPU and an A100 as cuda:1, `--device cuda:1` uses only the A100 and prints its name."""
+    """With a T4 as the current GPU and an A100 as cuda:1, `--device cuda:1` uses only the A100 and prints its name."""
     used, to = [], load(script).GPT.to
     monkeypatch.setattr(load(script).GPT, "to", lambda model, device: used.append(device) or to(model, device))
     words = "--model", "nano", "--steps", 1, "--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md"
