@@ -124,7 +124,8 @@ def test_a_missing_file_in_a_process_of_its_own(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("script, B", [("baseline.py", 300), ("ddp_run.py", 40)])
 def test_out_of_memory_names_b_and_t_and_the_flags(script, B, tmp_path, run):
-    # With 6 GiB of address space, the process cannot allocate 5 GB of attention scores or 8 GB of logits.
+    # A process with 6 GiB of address space has no room for the 5 GB of attention scores in baseline.py
+    # or the 8 GB of logits in ddp_run.py.
     shutil.copy(ROOT / "tests" / "offline" / "sitecustomize.py", tmp_path)
     limit = f"\nimport resource\nresource.setrlimit(resource.RLIMIT_AS, ({6 * 2**30}, {resource.RLIM_INFINITY}))\n"
     with (tmp_path / "sitecustomize.py").open("a") as file:
@@ -168,9 +169,10 @@ def test_out_of_memory_is_one_line_wherever_it_comes_from(script, source, monkey
 @pytest.mark.parametrize("source", ["the allocator", "cuBLAS", None])
 @pytest.mark.parametrize("script", ["speedup_05_compile.py", "ddp_run.py"])
 def test_out_of_memory_in_the_compiler_is_reported_as_out_of_memory(script, source, monkeypatch):
-    """Out-of-memory errors during compilation are reported as such. Other errors are reported as compile failures.
+    """An out-of-memory error during compilation is reported as out of memory.
 
-    Inductor runs candidate kernels on the GPU and raises their errors as compiler errors.
+    Other errors are reported as compile failures. Inductor runs candidate kernels on the GPU. If a kernel runs out of
+    memory, Inductor raises a compiler error.
     """
     error = OUT_OF_MEMORY[source] if source else NotImplementedError("no such kernel")
     monkeypatch.setattr("torch._inductor.graph.GraphLowering.compile_to_module", fail_with(error))

@@ -1,6 +1,6 @@
 """A model exported to Hugging Face format gives the same logits, and samples follow the model's probabilities.
 
-The first sample is printed word by word while the samples are generated.
+The first sample is printed word by word while it is generated.
 """
 
 import os
@@ -89,7 +89,7 @@ def test_a_file_of_save_is_read_too(tmp_path, name):
 
 
 def test_the_number_of_heads_follows_from_the_width():
-    """The number of heads, which a state dict lacks, follows from the hidden size.
+    """config_of() infers the number of heads, which a state dict does not contain, from the hidden size.
 
     If no entry of MODELS has this hidden size, the head size is 64.
     """
@@ -131,7 +131,7 @@ def write(monkeypatch, capsys):
 
 @torch.no_grad()
 def likeliest(model, tokens, count):
-    """Append the most likely next token `count` times, computed by our GPT class without a key-value cache."""
+    """Extend `tokens` by the most likely next token, `count` times, using our GPT class without a key-value cache."""
     for _ in range(count):
         tokens = [*tokens, model(torch.tensor([tokens]))[0, -1, :50257].argmax().item()]
     return tokens
@@ -151,7 +151,7 @@ def test_text_ends_at_the_end_token_of_the_model(write):
     model = uneven()
     first = likeliest(model, encode("O Romeo"), 20)[2:]
     place = next(i for i in range(2, 20) if first[i] not in first[:i])
-    weight = model.lm_head.weight.data  # swap the weights of a token and the end-of-text token
+    weight = model.lm_head.weight.data  # swap two rows: the end-of-text token is now likeliest at `place`
     weight[[first[place], END]] = weight[[END, first[place]]]
     text = tiktoken.get_encoding("gpt2").decode([*encode("O Romeo"), *first[:place]])
     assert write(model, "--prompt", "O Romeo", "--tokens", 20, "--temperature", 0) == f"{text}\n"
@@ -243,5 +243,5 @@ def test_a_sample_is_what_its_seed_says():
     assert one.shape == (len(prompt) + 32,) and one[: len(prompt)].tolist() == prompt and one.max() < 50257
     # Each token must be among the model's 50 most likely tokens at that position.
     for i in range(len(prompt), len(one)):
-        assert one[i] in model(one[None, :i])[0, -1, :50257].topk(51).indices  # 51 because rounding may swap two tokens
+        assert one[i] in model(one[None, :i])[0, -1, :50257].topk(51).indices  # 51 because rounding may swap two ranks
     assert len(set(one[len(prompt) :].tolist())) > 5

@@ -19,7 +19,7 @@ def test_a_script_trains_gpt2_with_its_defaults(run, script, measured):
     assert " gpt2 1" in done.stdout and "B 4 T 1024" in done.stdout
     assert done.losses[0] == pytest.approx(math.log(50257), abs=0.25)
     assert done.losses[-1] < done.losses[0] - 1
-    assert float(SUMMARY.search(done.stdout)["memory"]) > 124e6 * 16 / 2**30  # weights, gradients and two moments
+    assert float(SUMMARY.search(done.stdout)["memory"]) > 124e6 * 16 / 2**30  # weights, gradients, AdamW's two moments
     warnings = f"; {len(done.stderr.splitlines())} lines on stderr" if done.stderr else ""
     measured(f"loss {done.losses[0]:.4f} to {done.losses[-1]:.4f}, {done.stdout.splitlines()[-1]}{warnings}")
 

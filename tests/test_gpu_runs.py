@@ -15,7 +15,7 @@ def test_a_run_resumes_from_its_checkpoint(run, tmp_path, script, measured):
     words = script, "--steps", 6, "--total-batch-size", 8192, "--save-every", 4, "--checkpoint-dir", tmp_path
 
     def count():
-        """Return (the number of tokens read, AdamW's step counts), which are integers without rounding errors."""
+        """Return (the number of tokens read, AdamW's step counts). Both are integers and can be compared exactly."""
         saved = torch.load(tmp_path / "step_00000006.pt", map_location="cpu", weights_only=True)
         return saved["position"], {int(state["step"]) for state in saved["optim"]["state"].values()}
 
@@ -45,7 +45,8 @@ def test_between_micro_steps_only_the_copies_of_a_batch_wait(run, tmp_path, meas
         return done.stderr.count("called a synchronizing CUDA operation")
 
     found = waits(8), waits(1)
-    assert found[0] == found[1] + 3 * 7 * 2 and found[1] > 0  # x and y per micro-step; loss and norm per step
+    # Python waits for the copies of x and y in each micro-step, and for the loss and the norm once per step.
+    assert found[0] == found[1] + 3 * 7 * 2 and found[1] > 0
     measured(f"{found[0]} waits in 3 steps of 8 micro-steps, {found[1]} in 3 of one")
 
 

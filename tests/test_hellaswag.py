@@ -42,7 +42,7 @@ def example(endings, label, context="The cat", **more):
     return json.dumps({"ind": 1, "ctx": context, "endings": endings, "label": label} | more) + "\n"
 
 
-@torch.compiler.set_stance("force_eager")  # a different test runs it compiled, as users do
+@torch.compiler.set_stance("force_eager")  # a different test runs the compiled model, as users do
 def scores(path, model):
     by_sum, by_mean, n = hellaswag.count_right(model, hellaswag.read_examples(path), 1024, torch.device("cpu"))
     return by_sum, by_mean, n
@@ -54,10 +54,12 @@ def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
     lines = [  # (example, whether the sum picks the right ending, whether the mean picks it)
         (example(["cat cat", "dog dog", "sun", "sun sun"], 0), True, True),
         (example(["sun", "dog dog", "cat cat", "sun sun"], 0), False, False),
-        (example(["sun dog", "sun sun", "sun", "sun sun sun"], 2), True, False),  # sums 20 and 21, means 20 and 10.5
+        # The negated logits of "sun" and "sun dog" have the sums 20 and 21 and the means 20 and 10.5.
+        (example(["sun dog", "sun sun", "sun", "sun sun sun"], 2), True, False),
         (example(["sun sun", "sun", "dog dog dog dog dog dog", "cat sun sun cat cat"], 2), True, True),
         (example(["dog dog dog", "cat sun cat cat cat cat cat cat cat cat cat cat", "sun", "sun"], 0), True, True),
-        (example(["cat dog dog cat", "dog", "sun", "sun"], 0, context=long), False, True),  # 2 nats, 0.5 per token
+        # The negated logits of "cat dog dog cat" and "dog" have the sums 2 and 1 and the means 0.5 and 1.
+        (example(["cat dog dog cat", "dog", "sun", "sun"], 0, context=long), False, True),
         (example(["cat", "dog dog dog dog dog dog dog dog", "sun", "sun"], 0, context=long), True, True),
     ]
     (tmp_path / "x.jsonl").write_text("".join(line for line, _, _ in lines))
@@ -154,7 +156,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_checkpoint_a_folder_of_them_and_an_export_score_alike(run, trained, questions, tmp_path):
-    """hellaswag.py computes the same score for a folder, its checkpoint and its export.
+    """hellaswag.py computes the same score for a folder of checkpoints, a checkpoint in it, and an export of it.
 
     The run on the folder is compiled.
     """

@@ -45,7 +45,7 @@ def part(file):
 
 
 def reads(source, files):
-    """Return the parts of the project from which a program imports."""
+    """Return the top-level folders from which a program imports, with LADDER for the root folder."""
     homes = {Path(file).stem: part(file) for file in files if file.endswith(".py") and file.count("/") <= 1}
     found = set()
     for node in ast.walk(ast.parse(source)):

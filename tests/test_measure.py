@@ -1,8 +1,8 @@
-"""`make ladder` measures correctly, stays within its budget, and can continue a measurement on a different host.
+"""`make ladder` measures correctly, stays within its time budget, and can continue a measurement on a different host.
 
-Medians, ratios and percentages of peak are computed from logs with known answers. The measured speed is checked
-against an external clock. The losses and updates of the peers (training loops around `transformers`) are compared with
-the losses and updates of rung 10.
+Medians, ratios and percentages of peak are checked on logs with known answers. The measured speed is checked against an
+external clock. The peers (training loops around `transformers`) are compared with rung 10 in their losses, gradient
+norms and optimizer settings.
 """
 
 import functools
@@ -115,7 +115,8 @@ def test_known_times_give_known_medians_ratios_and_shares():
 
 
 def test_a_ratio_is_taken_within_a_pass_and_its_spread_over_the_passes():
-    # The machine is half as fast in the second pass. Across passes, b would seem to be 1 to 4 times as fast as a.
+    # The machine is half as fast in the second pass. A comparison of a run from the first pass with a run from the
+    # second would show b to be 1 or 4 times as fast as a.
     slower = [2 * ms for ms in SLOW], [2 * ms for ms in FAST]
     data = measurement(made("a", [SLOW, slower[0], SLOW]), made("b", [FAST, slower[1], [40.0] * 20], before="a"))
     assert data["rows"][1]["over_before"] == {"median": 2, "low": 2, "high": 2.5}
@@ -244,7 +245,7 @@ def rung_10(updates):
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
     done = updates("measure/peers.py", peer, **EAGER if peer == "trainer" else {})  # compiling one peer is enough
-    assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # differ slightly due to the 47 padding rows and bf16
+    assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # differ slightly due to 47 padding rows and bf16
     assert rung_10.losses[-1] < rung_10.losses[0] - 0.05
     for (theirs, their_norm), (ours, our_norm) in zip(done.updates, rung_10.updates, strict=True):
         ours[1][-1] -= 47 * 32  # the padding rows are in the group with weight decay
@@ -582,7 +583,8 @@ def test_the_budget_ends_a_run_that_is_too_long_and_what_was_measured_stays(made
 def in_process(monkeypatch, tmp_path):
     """Return a namespace with `call`, which runs measure.py in this process on fake scripts and returns the record.
 
-    `cut` stops measure.py after that many runs, as Ctrl-C or the budget would. Each `host` has its own CPU and driver.
+    `cut` is the number of runs after which measure.py is stopped, as by Ctrl-C or at the end of its time budget. Each
+    `host` has a different CPU and driver.
     """
     state = SimpleNamespace(clock=0.0, host="one", left=None, ran=[])
 
@@ -664,7 +666,7 @@ def test_on_another_host_what_has_no_figure_comes_first(in_process):
     data = in_process.call(*words, host="another", cut=10)
     assert all(row["runs"] for row in data["rows"]) and data["finished"] and not data["complete"]
     assert [script.split()[0] for script in in_process.state.ran[7:]] == [row["name"] for row in data["rows"][:3]]
-    assert data["rows"][5]["over_before"] is None  # the two runs are from different hosts
+    assert data["rows"][5]["over_before"] is None  # no ratio, because the two rungs ran on different hosts
     assert in_process.call(*words, host="another")["complete"]
 
 
@@ -672,7 +674,7 @@ def test_on_hosts_that_are_always_new_every_pass_comes_to_its_end(in_process):
     for host in range(12):
         data = in_process.call("--repeat", 2, "--peers", host=f"host {host}", cut=5)
     assert all(len(row["runs"]) == 2 for row in data["rows"]) and not data["complete"]
-    assert data["rows"][-1]["over_before"] is None  # rung 10 ran on another host
+    assert data["rows"][-1]["over_before"] is None  # no ratio, because rung 10 ran on a different host
     data = in_process.call("--repeat", 2, "--peers", host="the last")
     assert data["complete"] and data["rows"][-1]["over_before"]
 
@@ -802,7 +804,7 @@ def test_fit_finds_the_largest_batch_and_measures_there(made_up):
     assert [fit["tokens_per_s"] for fit in fits] == [16_000, 32_000, 64_000]
     assert fits[2]["peak_memory_gib"] == 64
     trials = [line for line in made_up.folder.joinpath("order.txt").read_text().splitlines() if line.startswith("b")]
-    assert len(trials) == 3  # the pass, B 8 and B 16: the search starts at the batch size found for a.py
+    assert len(trials) == 3  # the pass, then B 8 and B 16: the search starts at a.py's largest batch size, 8
 
 
 @pytest.mark.parametrize(
@@ -817,7 +819,10 @@ def test_fit_finds_the_largest_batch_and_measures_there(made_up):
     ],
 )
 def test_a_batch_that_does_not_fit_is_told_from_a_run_that_fails(in_process, monkeypatch, most, error, cell):
-    """A "+" means that the text ran out before the memory did. Other failures give no batch size and are retried."""
+    """The largest batch size has a "+" if the text is too short for a larger one.
+
+    If a run fails because of neither text nor memory, no batch size is shown, and the run is retried.
+    """
     execute = measure.execute
 
     def limited(words, cache, on_step=None):

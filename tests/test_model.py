@@ -128,7 +128,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_targets(script):
     nn.init.constant_(model.transformer.ln_f.weight, 10.0)  # equal logits would hide errors in the averaging
     torch.manual_seed(0)
     ids, targets = torch.randint(50257, (2, 3, 8))
-    targets[:, ::2] = torch.arange(3)[:, None]  # ids 0 to 2 must count like other ids
+    targets[:, ::2] = torch.arange(3)[:, None]  # the loss must not ignore ids 0 to 2
     logits, loss = model(ids), model(ids, targets)
     assert logits.shape == (3, 8, model.config.vocab_size)
     chosen = torch.log_softmax(logits.double(), dim=-1).gather(-1, targets[..., None])
@@ -206,7 +206,7 @@ def test_the_padding_rows_are_the_mean_of_the_others(script, checkpoint):
 def test_the_loss_is_right_if_logits_are_far_below_zero_like_gpt2s(script, tmp_path, ids):
     """The loss is correct for logits as low as GPT-2's, which are between -30 and -100.
 
-    With such logits, padding rows of zeros would receive nearly all the probability.
+    If the weights of the padded vocabulary ids were zeros, these ids would have logit 0 and nearly all the probability.
     """
 
     def lower(model):
@@ -266,7 +266,8 @@ def test_weights_that_do_not_fit_are_one_clear_error(refused, tmp_path, checkpoi
     for number, config in enumerate(other):
         folder = save_gpt2(tmp_path / str(number), **config)[0]
         for script in ("baseline.py", "speedup_07_vocab_pad.py"):
-            words = "--init-from", folder, "--batch-size", 1, "--steps", 1  # keeps the test short if the run starts
+            # If the folder is wrongly accepted, these options keep the run short.
+            words = "--init-from", folder, "--batch-size", 1, "--steps", 1
             refused(script, *words, says=f"{folder}: not GPT-2 .*1024 positions, tied head")
     refused("baseline.py", "--init-from", ROOT / "tests", says=f"{ROOT / 'tests'}: ")
 

@@ -1,8 +1,8 @@
 """With the same weights and batch, each rung computes the same logits, loss and gradients as the previous rung.
 
 The results match within 1e-5 in float32, unless a rung intentionally changes them by a known amount. Results in bf16
-and fp16, and in TF32 on a GPU, are compared with a float64 reference. AdamW's updates are compared with its
-equations, and ten compiled steps are compared with ten eager steps.
+and fp16, and in TF32 on a GPU, are compared with a float64 reference. AdamW's updates are compared with the
+published equations, and ten compiled steps are compared with ten eager steps.
 """
 
 import functools
@@ -16,8 +16,8 @@ from conftest import FP16, ROOT, RUNGS, SCRIPTS, TRAIN, clips, load, nano, save_
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("no_evaluation")
-BF16, TF32, FP16_SPACING = 2**-7, 2**-10, 2**-10  # the spacing of numbers at 1 in each type
-FLOAT32 = 2**-20  # eight times the spacing of float32, because sums are rounded to float32 as well
+BF16, TF32, FP16_SPACING = 2**-7, 2**-10, 2**-10  # the distance from 1 to the next number
+FLOAT32 = 2**-20  # eight times the spacing of float32, because float32 matmuls also round their sums
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_the_first_step_matches_the_previous_rung_in_float32(script, steps):
 
 
 def is_as_precise(step, exact, dtype, spacing):
-    """Assert that a step differs from float64 by about the rounding error of `dtype`, whose spacing at 1 is `spacing`.
+    """Assert that a step's results are off by about the rounding error of `dtype`, whose spacing at 1 is `spacing`.
 
     Rounding changes a number near 1 by up to half the spacing. The errors of several layers accumulate.
     """
@@ -207,10 +207,10 @@ def test_fused_adamw_moves_the_weights_as_the_plain_one_does(steps):
 @pytest.mark.slow
 def test_ten_compiled_steps_match_eager(steps):
     def seen(name, p):
-        """Drop the key bias.
+        """Return a parameter without the key bias, which may differ between the runs.
 
-        It does not change the softmax, so its exact gradient is zero. AdamW normalizes the rounding errors in this
-        gradient to full-size steps.
+        The key bias does not change the softmax, so its exact gradient is zero. The computed gradient contains only
+        rounding errors, which AdamW normalizes to full-size updates.
         """
         return torch.cat([p[:32], p[64:]]) if name.endswith("c_attn.bias") else p
 

@@ -150,7 +150,7 @@ def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path):
     for path in (tmp_path / "ck").glob("step_*.pt"):
         path.unlink()
     for words in [], ["--resume"]:
-        with pytest.raises(train.UserError, match="best.pt of another run"):  # the run would overwrite it
+        with pytest.raises(train.UserError, match="best.pt of another run"):  # this run would overwrite best.pt
             watch(TRAIN, *args, "--steps", 1, "--checkpoint-dir", tmp_path / "ck", *words)
     assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 6
 
@@ -196,7 +196,10 @@ def test_a_restarted_run_leaves_nothing_of_the_first_try(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("steps, warns", [(20, True), (21, False)])
 def test_a_run_that_is_all_warm_up_is_said_to_be(monkeypatch, capsys, steps, warns):
-    """The header warns if all steps are warm-up. With 715 such steps, a 60-step run's learning rate stays too low."""
+    """The header warns if all steps are warm-up.
+
+    For example, the learning rate of a 60-step run with 715 warm-up steps stays too low.
+    """
     monkeypatch.setattr("sys.argv", ["train.py", "--device", "cpu", "--steps", str(steps), "--warmup-steps", "20"])
     train.print_header(train.parse_args(), nano(TRAIN), train.DataLoaderLite(ROOT / "README.md", 1, 8))
     assert ("all 20 steps are warm-up: --warmup-steps is 20" in capsys.readouterr().out.splitlines()) == warns
@@ -259,7 +262,8 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
     paths += ["--tensorboard", tmp_path / "tb"]
     command = [sys.executable, small / TRAIN, *arguments, *paths, "--resume"]
     env = os.environ | EAGER
-    for wait_for, more in ("step    2 |", 0.3), ("step    4 |", 0):  # the run evaluates before step 3
+    # The run evaluates before step 3. The first kill comes 0.3 s after step 2, so it can hit this evaluation.
+    for wait_for, more in ("step    2 |", 0.3), ("step    4 |", 0):
         with out.open("w") as file:
             process = subprocess.Popen([str(word) for word in command], stdout=file, stderr=subprocess.STDOUT, env=env)
             patience = time.monotonic() + 400

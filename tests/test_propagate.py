@@ -101,7 +101,7 @@ def test_files_above_a_conflict_wait_and_continue_after_it(clone):
     assert check[5:7] == [f"{SCRIPTS[6]}: lags behind, and will conflict", f"{SCRIPTS[7]}: lags behind"]
     done = clone.propagate("baseline.py")
     assert done.returncode == 1
-    *waiting, fp16 = SCRIPTS[7:]  # fp16_grad_scaler.py is built on rung 03
+    *waiting, fp16 = SCRIPTS[7:]  # fp16_grad_scaler.py is built on rung 03, so a conflict in rung 06 does not block it
     assert done.stdout.splitlines()[:-2] == [
         *says(SCRIPTS[1:6], "carried"),
         f"{SCRIPTS[6]}: CONFLICT, marked in the file",
@@ -164,7 +164,7 @@ def test_going_down_it_stops_at_the_first_script_with_the_line(clone):
     waiting = says([*SCRIPTS[4::-1], fp16], "blocked by a conflict")
     assert sorted(lines[1:-2]) == sorted([*waiting, *says(later, "carried")])
     assert lines[-1].split() == ["python", "dev/propagate.py", "--down", SCRIPTS[5]]
-    clone.git("restore", SCRIPTS[5])  # resolves the conflict: this script has no such line
+    clone.git("restore", SCRIPTS[5])  # resolves the conflict: this script does not use is_causal
     assert "nothing to carry" in clone.propagate("--down", SCRIPTS[5]).stdout
     assert clone.propagate(SCRIPTS[6]).stdout.splitlines() == says(above(6), "had it")
     assert all(clone.texts()[script] == before[script] for script in SCRIPTS[:6])
@@ -210,7 +210,7 @@ def test_docstrings_are_not_propagated(clone):
 
 
 def test_the_idea_of_a_new_rung_reaches_the_files_above_it(clone):
-    """The idea of a rung inserted before ddp_run.py is carried into ddp_run.py and the scripts built on it."""
+    """The edit that a new rung before ddp_run.py makes is copied to ddp_run.py and the scripts built on it."""
     below, old, new = RUNGS["ddp_run.py"].before, "betas=(0.9, 0.95)", "betas=(0.9, 0.98)"
     (clone.root / "speedup_99_trial.py").write_text(clone.texts()[below].replace(old, new), encoding="utf-8")
     row = '[[rung]]\nfile = "{}"\ntitle = "Trial"\nidea = "a trial"\ntouches = ["main"]\nlimit = 2\n\n'
@@ -220,7 +220,7 @@ def test_the_idea_of_a_new_rung_reaches_the_files_above_it(clone):
         row.format("speedup_99_trial.py") + '[[rung]]\nfile = "ddp_run.py"',
     )
     before = clone.texts()
-    assert clone.propagate("--down", "speedup_99_trial.py").returncode == 2  # a rung's idea is carried upwards only
+    assert clone.propagate("--down", "speedup_99_trial.py").returncode == 2  # a new rung's edit is copied upwards only
     done = clone.propagate("speedup_99_trial.py")
     above = since("ddp_run.py", among=SCRIPTS)
     assert (done.returncode, done.stdout.splitlines()) == (0, says(above, "carried"))

@@ -1,7 +1,7 @@
 """The generated text and plots in the README and the pages match the scripts and `results/`.
 
-Gains, percentages and reading times are recomputed. GPU results come first. If an error occurs, no file is changed. The
-README has at most 140 lines and 1,400 words.
+Gains, percentages and reading times are recomputed. GPU results are shown first. If publishing fails, no file is
+changed. The README has at most 140 lines and 1,400 words.
 """
 
 import copy
@@ -28,7 +28,7 @@ CPU = record.read(ROOT / "results" / "cpu-amd-epyc-2026-11-23" / "ladder.json") 
 
 @functools.cache
 def written():
-    """Return the newly generated parts. Another test checks that the files contain them."""
+    """Return the newly generated parts of the README and the pages. Another test checks that the files contain them."""
     return publish.parts(render.newest())[0]
 
 
@@ -62,7 +62,7 @@ def test_the_pages_and_their_figures_match_the_results(tmp_path):
         (images / name).touch()
     for folder in shown:
         (root / folder / "summary.txt").unlink()
-    for path in (root / "README.md", *root.glob("docs/pages/*.md")):  # empty all parts
+    for path in (root / "README.md", *root.glob("docs/pages/*.md")):  # empty all generated parts
         text = path.read_text(encoding="utf-8")
         path.write_text(publish.BLOCK.sub(r"\1\n\3", text), encoding="utf-8")
     done = subprocess.run([sys.executable, "measure/publish.py", *shown], cwd=root, capture_output=True, text=True)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from conftest import LONG, ROOT, STEP, load, play, since, watch
 from torch import nn
 
-PLAIN = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}  # threads and compilation do not matter to these tests
+PLAIN = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}  # these tests need one thread and no compilation
 SIZES = ["--model", "nano", "--seq-len", "32", "--batch-size", "2", "--total-batch-size", "256"]
 FAULTY = """
 # Run long_run.py. One rank fails in its fourth step, unless torchrun has restarted it.
@@ -73,7 +73,10 @@ def train_two_steps(rank, ranks, port, out, script, device, sizes):
         return clip(parameters, limit)
 
     def meet(backend):
-        """Use a new store prefix for each run. Otherwise, ranks could find the addresses of the previous run."""
+        """Initialize the process group with a new store prefix for each run.
+
+        With the old prefix, ranks could find the addresses of the previous run.
+        """
         begin(backend, store=dist.PrefixStore(f"run {len(found)}", store), rank=rank, world_size=ranks)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +149,7 @@ def test_one_rank_of_nccl_has_the_gradients_of_gloo(gradients, script, measured)
 
 @pytest.fixture(scope="module")
 def calm(run, small):
-    """Return the curve of eight uninterrupted steps on two ranks."""
+    """Return the step, loss and norm of eight uninterrupted steps on two ranks."""
     done = run("ddp_run.py", *SIZES, "--steps", 8, torchrun=2, folder=small, **PLAIN)
     assert len(done.losses) == 8
     return curve(done)
@@ -203,6 +206,7 @@ def test_a_failing_rank_stops_the_others_and_is_named(faulty, tmp_path, fault, c
     lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in lines if str(tmp_path) in line]
     # Failure times are in whole seconds, so torchrun may report a consequence of rank 1's failure as the root cause.
+    # The test therefore searches all reported failures for rank 1.
     _, *failures = re.split(r"\n *\[\d\]:\n", done.stderr)
     failed = [failure for failure in failures if re.search(r"rank +: 1 ", failure)]
     assert len(failed) == 1 and cause in failed[0], done.stderr
@@ -214,7 +218,7 @@ def test_max_restarts_resumes_from_the_newest_checkpoint(faulty, calm, tmp_path)
     saving = "--checkpoint-dir", tmp_path / "saved", "--save-every", 2, "--resume", "--log-file", tmp_path / "log.jsonl"
     done = faulty("os.kill(os.getpid(), signal.SIGKILL)", "--steps", 8, *saving, restarts=1)
     assert done.returncode == 0, done.stderr
-    assert re.search("[24] of 8 steps are done", done.stdout)  # rank 0 may have saved step 4
+    assert re.search("[24] of 8 steps are done", done.stdout)  # rank 0 may save step 4 before it is stopped
     steps = {step: (step, loss, norm) for step, loss, norm in curve(done)}  # repeated steps count once
     assert list(steps.values()) == calm
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 1 + 8
@@ -411,7 +415,7 @@ def test_three_kills(run, small, ranks):
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory):
-    """Return a function that trains nano for 24 steps with perturbed gradients or with one step that has no update."""
+    """Return a function that trains nano for 24 steps, with perturbed gradients or without the update of one step."""
 
     @functools.cache
     def spoilt(rounding=0.0, lost=None):
@@ -443,7 +447,7 @@ def test_the_tolerance_of_a_gpu_lets_rounding_pass_and_no_lost_step(spoilt, lost
         kills.compare(spoilt(), spoilt(rounding=1e-6), exact=True)
     with pytest.raises(AssertionError, match="AdamW took .23. steps of 24"):
         kills.compare(spoilt(), spoilt(lost=lost), exact=False)
-    monkeypatch.setattr(kills, "int", lambda steps: 24, raising=False)  # hides the lost step from the step count
+    monkeypatch.setattr(kills, "int", lambda steps: 24, raising=False)  # disables the check of the step count
     with pytest.raises(AssertionError, match="differ"):
         kills.compare(spoilt(), spoilt(lost=lost), exact=False)
 

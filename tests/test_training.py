@@ -1,8 +1,8 @@
 """The training loop handles the timer, the seed, gradients, clipping and the learning rate correctly.
 
 The tests record the calls in the loop and the changes to the weights. The timer is read after the device has finished,
-including on a simulated GPU. The gradients are zero at the start of each step and are all-reduced once per step. The
-printed speed, gradient norm and learning rate are the values of that step.
+which is also tested on a simulated GPU. The gradients are zero at the start of each step and are all-reduced once per
+step. The printed speed, gradient norm and learning rate are the values of that step.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ SAVING = since(LONG, among=list(RUNGS))
 V100, T4, A100, H100 = (7, 0), (7, 5), (8, 0), (9, 0)  # compute capabilities
 WORK = {"synchronize", "next_batch", "zero_grad", "forward", "backward", "step"}
 
-TEXT = ROOT / "tests" / "data" / "published_curve.json"  # short, and unaffected by edits of the project
+TEXT = ROOT / "tests" / "data" / "published_curve.json"  # short, and independent of edits to the project
 
 
 def train(script, steps, *args, batch=2, length=16, total=None, **options):
@@ -145,7 +145,10 @@ def precision_of(script):
 
 @pytest.mark.parametrize("script", LOOPS)
 def test_a_gpu_computes_in_the_fastest_type_that_it_has(script):
-    """GPUs of compute capability 8.0 or higher use TF32 and bf16. No GPU uses the slow deterministic kernels."""
+    """GPUs of compute capability 8.0 or higher use TF32 from rung 02 on and bf16 from rung 03 on.
+
+    fp16_grad_scaler.py uses fp16 instead of bf16. No script uses the slow deterministic kernels on a GPU.
+    """
     for capability in V100, T4, A100, H100:
         ampere = capability >= A100
         tf32 = script in since(2, among=list(RUNGS)) and ampere
@@ -171,7 +174,7 @@ def test_what_a_gpu_does_not_have_is_said_in_a_line_and_left_out(script):
 
 @pytest.mark.parametrize("script", LOOPS)
 def test_of_two_gpus_the_one_that_was_asked_for_is_used_and_named(script, monkeypatch):
-    """With a T4 as PyTorch's current GPU and an A100 as cuda:1, `--device cuda:1` uses and names only the A100."""
+    """With a T4 as the current GPU and an A100 as cuda:1, `--device cuda:1` uses only the A100 and prints its name."""
     used, to = [], load(script).GPT.to
     monkeypatch.setattr(load(script).GPT, "to", lambda model, device: used.append(device) or to(model, device))
     words = "--model", "nano", "--steps", 1, "--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md"
