@@ -63,7 +63,7 @@ figures: .venv/dev
 	.venv/bin/python -m pip install -r requirements-dev.txt
 	@touch $@
 
-# The browser tests are skipped without Chromium, which the CI image does not include.
+# The browser tests are skipped without Chromium. The CI image does not include it, so this target installs it in CI.
 chromium:
 	@if [ "$$CI" = true ] && ! command -v chromium && ! command -v google-chrome; then \
 		apt-get update && apt-get install -y --no-install-recommends chromium; \
