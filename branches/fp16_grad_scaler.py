@@ -3,11 +3,11 @@
 fp16 has 10 mantissa bits, three more than bf16, but only 5 exponent bits. Its largest value is 65504, and its smallest
 positive value is 6e-8, so small gradients would become zero in the backward pass. The scaler therefore multiplies the
 loss by 65536 and later divides the weights' float32 gradients by the same factor. If a gradient overflows, the scaler
-skips the step and halves the factor (Micikevicius et al. 2018). Clipping (rung 08) is included because the order
-matters: it must follow the division.
+skips the step and halves the factor (Micikevicius et al. 2018). Clipping (rung 08) must follow the division, so this
+script includes it to show the order.
 
-When it does not help: GPUs with bf16 do not need it. Their tensor cores are as fast in bf16 as in fp16, and bf16 needs
-no scaler.
+When it does not help: GPUs with bf16 do not need fp16. Their tensor cores are as fast in bf16 as in fp16, and bf16
+needs no scaler.
 
     make diff-fp16    shows what this file changes
 """
@@ -236,7 +236,7 @@ def main():
             synchronize(device)
             times.append(time.perf_counter() - start)
             before, scale = scale, scaler.get_scale()
-            skipped = " | skipped" if scale < before else ""  # the factor falls only after a skip
+            skipped = " | skipped" if scale < before else ""  # the factor is lowered only when a step is skipped
             print(f"step {step:4d} | loss {loss.item():.6f} | norm {norm:.4f}", end=" | ")
             print(f"dt {1000 * times[-1]:8.2f} ms | {B * T / times[-1]:10,.0f} tok/s", end=" | ")
             print(f"scale {scale:.0f}{skipped}", flush=True)

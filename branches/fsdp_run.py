@@ -424,7 +424,7 @@ def save_checkpoint(args, run, model, optimizer, log):
     weights, moments = get_state_dict(model, optimizer, options=WHOLE)
     if args.rank == 0:
         if args.log_file:
-            os.fsync(log.fileno())  # otherwise, a power cut could leave the log shorter than recorded
+            os.fsync(log.fileno())  # otherwise, a power cut could leave the log shorter than the checkpoint records
             run["log"] = log.tell()
         path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
         save_whole(path, run | {"model": weights, "optim": moments})

@@ -23,7 +23,7 @@ def load_model(source, device="cpu"):
     """Return a GPT in float32 with its vocabulary padded to 50304 tokens.
 
     `source` is a checkpoint, a file written by --save, GPT-2 weights in Hugging Face format, or a folder of
-    checkpoints. From such a folder, load the latest checkpoint, or best.pt if it has no other. Raises ValueError
+    checkpoints. In such a folder, the latest checkpoint is loaded, or best.pt if it is the only one. Raises ValueError
     with a one-line message if the model cannot be loaded or the device is missing.
     """
     try:
@@ -60,7 +60,10 @@ def model_parser(doc):
 
 
 def explain(error, too_large):
-    """Return a one-line message if the user can fix the RuntimeError. Otherwise, re-raise it."""
+    """Return a one-line message if the user can fix the RuntimeError. Otherwise, re-raise it.
+
+    `too_large` lists the options that the user should lower if memory runs out.
+    """
     if any(s in str(error) for s in ("out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory")):
         return f"out of memory: lower {too_large}"
     if isinstance(error, torch._dynamo.exc.ShortenTraceback):

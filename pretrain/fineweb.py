@@ -1,6 +1,6 @@
-"""Tokenize texts into shards for train.py: FineWeb-Edu (Penedo et al. 2024) from the hub, or your own files.
+"""Tokenize texts into shards for train.py: FineWeb-Edu (Penedo et al. 2024) from Hugging Face, or your own files.
 
-    python pretrain/fineweb.py                          writes sample-10BT, 10 billion tokens, to pretrain/fineweb10B
+    python pretrain/fineweb.py                          writes 10 billion tokens of FineWeb-Edu to pretrain/fineweb10B
     python pretrain/fineweb.py --out shards *.parquet   reads your own files and writes to the folder shards
 
 Your own files can be .parquet or .jsonl with a "text" column, or .txt with one document each. <|endoftext|> precedes
@@ -62,7 +62,7 @@ class Shard:
 
     @cached_property
     def tokens(self):
-        """The memory-mapped tokens. They are checked on first use, because checking all shards would read 20 GB."""
+        """The memory-mapped tokens, checked on first use. Checking 10 billion tokens at start-up would read 20 GB."""
         checksum = Path(f"{self.path}.sha256")
         digest = hashlib.sha256(np.memmap(self.path, mode="r")).hexdigest() if checksum.exists() else None
         if digest and checksum.read_text(errors="replace").lower().split()[:1] != [digest]:
@@ -169,7 +169,7 @@ def tokenized(texts, column):
 
 
 def write(args, done):
-    """Write the shards that `done` does not record yet, and update progress.json. Raises OSError, ValueError."""
+    """Write the remaining shards and update progress.json. `done` is from begin(). Raises OSError, ValueError."""
     texts = open_rows(args.files, [args.column], args.dataset, name=args.name, split="train")
     if done["before"]:
         texts.load_state_dict(done["before"])
@@ -193,7 +193,7 @@ def write(args, done):
                 pieces = [rest]  # tokens that do not fill a shard yet
                 finish(full.reshape(-1, size), before=before, skip=len(tokens) - len(rest))
     rest = np.concatenate([np.empty(0, np.uint16), *pieces])
-    cut = 0 if done["shards"] else -(-len(rest) // 10)  # less than one full shard: hold out a tenth
+    cut = 0 if done["shards"] else -(-len(rest) // 10)  # no shard is full: hold out a tenth for validation
     parts = [part for part in np.split(rest, [cut]) if len(part)]
     if done["shards"] + len(parts) < 2:
         raise ValueError(f"{done['tokens'] + len(rest)} tokens do not fill two shards of {size}, one for validation")

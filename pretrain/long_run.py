@@ -5,7 +5,7 @@ the losses of an uninterrupted run to the last digit. A checkpoint contains the 
 three float32 numbers per parameter: its weight and AdamW's two moments. With 124M parameters, a checkpoint takes 1.5
 GB. After SIGINT or SIGTERM, a run with checkpoints finishes the current step, saves a checkpoint and exits.
 
-When it does not help: a run of a few minutes is easy to start again. The step time does not fall.
+When it does not help: a run of a few minutes is easy to start again. Checkpoints do not reduce the step time.
 
     torchrun --standalone --nproc_per_node=2 pretrain/long_run.py --steps 5000 --checkpoint-dir runs/a --resume
     make diff-long    shows what this file changes
@@ -416,7 +416,7 @@ def save_checkpoint(args, run, model, optimizer, log):
     weights, moments = get_state_dict(model, optimizer)
     if args.rank == 0:
         if args.log_file:
-            os.fsync(log.fileno())  # otherwise, a power cut could leave the log shorter than recorded
+            os.fsync(log.fileno())  # otherwise, a power cut could leave the log shorter than the checkpoint records
             run["log"] = log.tell()
         path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
         save_whole(path, run | {"model": weights, "optim": moments})

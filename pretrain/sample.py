@@ -18,7 +18,11 @@ class FirstSample(TextStreamer):
     """Print only the first of several samples, because TextStreamer accepts only one."""
 
     def put(self, tokens):
-        """Print the first sample's tokens. `tokens` is the prompt (samples, T) at first, then new tokens (samples,)."""
+        """Print the first sample's tokens.
+
+        In the first call, `tokens` contains the prompts (samples, T). In later calls, it contains one new token per
+        sample (samples,).
+        """
         super().put(tokens[:1])
 
 

@@ -5,8 +5,8 @@ are padded at the end. This does not change the results, because no token attend
 split among the ranks. With --checkpoint-dir, the script saves a checkpoint before each evaluation except the one at
 step 0. Resuming from this checkpoint repeats the evaluation. The defaults are for training GPT-2 124M on 10B tokens.
 
-When it does not help: if you only want to measure speed, use long_run.py. The step times printed here
-exclude the evaluations.
+When it does not help: if you only want to measure speed, use long_run.py. The step times that train.py
+prints exclude the evaluations.
 
     torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 --checkpoint-dir runs/gpt2 --resume
     make diff-train    shows what this file changes
@@ -234,7 +234,7 @@ def generate(model, prompt, seed, device):
     idx = torch.tensor([prompt + [0] * 32])  # (1, T), the same shape in every pass
     generator = torch.Generator().manual_seed(seed % 2**64)
     for i in range(len(prompt), idx.size(1)):
-        logits = model(idx.to(device))[0, i - 1, :50257]  # (50257,), without padded ids; zeros from i on have no effect
+        logits = model(idx.to(device))[0, i - 1, :50257]  # (50257,), no padded ids; zeros in idx[0, i:] have no effect
         weights, tokens = (t.cpu() for t in logits.float().softmax(dim=-1).topk(50))
         idx[0, i] = tokens[torch.multinomial(weights, 1, generator=generator)]
     return idx[0]
@@ -508,7 +508,7 @@ def save_checkpoint(args, run, model, optimizer, log):
     weights, moments = get_state_dict(model, optimizer)
     if args.rank == 0:
         if args.log_file:
-            os.fsync(log.fileno())  # otherwise, a power cut could leave the log shorter than recorded
+            os.fsync(log.fileno())  # otherwise, a power cut could leave the log shorter than the checkpoint records
             run["log"] = log.tell()
         path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
         save_whole(path, run | {"model": weights, "optim": moments})
@@ -540,11 +540,11 @@ def write_row(row, log, writer):
         if isinstance(value, float):
             writer.add_scalar(name, value, row["step"])
     if writer:
-        writer.flush()  # before the checkpoint, because a resumed run does not repeat earlier steps
+        writer.flush()  # before a checkpoint is saved: a resumed run would not write these rows again
 
 
 def report(args, run, step, scores, log, writer):
-    """Print and log a step's scores. Copy its checkpoint to best.pt if its validation loss is the lowest so far."""
+    """Print and log a step's scores. Copy its checkpoint to best.pt if the validation loss is the lowest so far."""
     print(f"step {step:4d} | val loss {scores['val_loss']:.6f}", end=" | ")
     print(f"HellaSwag {scores['hellaswag']:.4f}" if args.hellaswag else "no HellaSwag", end=" | ")
     print(f"{scores['eval_sec']:.1f} s", *map(json.dumps, scores["samples"]), sep="\n    ", flush=True)
