@@ -4,7 +4,7 @@
     python dev/propagate.py --down speedup_03_bf16.py     into the earlier files as well
     python dev/propagate.py --check speedup_03_bf16.py    only list the files that lag behind
 
-The edit is the file's diff from HEAD. For a new file, it is the diff from the previous script. A three-way merge
+The edit is the file's diff against HEAD. For a new file, it is the diff from the previous script. A three-way merge
 carries the edit from each script to the adjacent scripts, so each script keeps its own change. A script with a conflict
 blocks only the scripts that the edit would reach through it. Docstrings do not change, because each script has its own.
 The exit status is 1 if a file lags behind or has a conflict, 2 after an error, and otherwise 0.

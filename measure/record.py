@@ -71,7 +71,7 @@ def medians(row):
 
 
 def faster(row, other):
-    """Return the median, lowest and highest speed-up of a row over another row.
+    """Return the median, lowest and highest speed-up of one row over another.
 
     Each speed-up compares two successful runs in the same pass on the same host. Without such runs, the result is None.
     """

@@ -165,7 +165,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """Endless batches from shards (see fineweb.py) or a UTF-8 text. Raises DataError or UserError for unusable data."""
+    """An endless stream of batches from shards or a UTF-8 text file. Raises DataError or UserError for unusable data."""
 
     def __init__(self, path, batch_size, seq_len, rank=0, world_size=1, seed=1337):
         self.rank, self.world_size = rank, world_size  # each rank reads every world_size-th batch
@@ -351,7 +351,7 @@ def main():
         dist.init_process_group(dist.get_default_backend_for_device(device))
     model.to(device)
     model.compile(mode=args.compile_mode, dynamic=False)  # otherwise, an evaluation would make the shapes dynamic
-    raw_model = model  # for evaluations, which need no all-reduce; DDP would hide model.config
+    raw_model = model  # evaluations bypass DDP: they have no gradients to all-reduce, and DDP would hide model.config
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = model.configure_optimizers()
     if ddp:

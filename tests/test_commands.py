@@ -23,7 +23,7 @@ NOT_RUN = {
         "git grep",
         "git restore",
         "torchrun --standalone --nproc_per_node=8",
-        "make figures ARGS=results/FOLDER",  # test_publish.py passes folders to publish.py
+        "make figures ARGS=results/FOLDER",  # runs publish.py, which test_publish.py tests with folders
         'make compare ARGS="results/ONE results/OTHER"',
         "make compare",
         "make plot",

@@ -232,7 +232,7 @@ def test_an_evaluation_needs_no_gradient_and_its_samples_are_four_texts():
 
 
 def scalars(folder):
-    """Return {tag: [(step, value)]} of TensorBoard's files, without the times."""
+    """Return {tag: [(step, value)]} from TensorBoard's event files, leaving out the `sec` and `eval_sec` tags."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder)).Reload()
