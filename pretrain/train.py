@@ -165,7 +165,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
 
 
 class DataLoaderLite:
-    """An endless stream of batches from shards or a UTF-8 text file. Raises DataError or UserError for unusable data."""
+    """An endless stream of batches from shards or a UTF-8 text file. Raises DataError or UserError for invalid data."""
 
     def __init__(self, path, batch_size, seq_len, rank=0, world_size=1, seed=1337):
         self.rank, self.world_size = rank, world_size  # each rank reads every world_size-th batch
