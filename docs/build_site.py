@@ -421,7 +421,7 @@ class Site:
         return self.part("run.html", machine=machine, evaluations=evaluations, best=best, picture=picture)
 
     def write(self, folder):
-        """Write the pages as Markdown, and the configuration of Zensical. Raises ValueError if a page is invalid."""
+        """Write the Markdown pages and the Zensical configuration. Raises ValueError if a page is invalid."""
         pages = folder / "pages"
         shutil.copytree(DOCS / "pages", pages)
         rungs = {f"rungs/{Path(rung.file).stem}.md": rung for rung in self.rungs}

@@ -62,7 +62,7 @@ def log(folder):
 
 
 def changed(folder):
-    """Return when the log was last written. A later time shows that a resumed run has begun to log steps."""
+    """Return the time of the log's last write. After a restart, a new value means that the resumed run has logged a step."""
     path = folder / "log.jsonl"
     return path.stat().st_mtime_ns if path.exists() else 0
 

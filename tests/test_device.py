@@ -132,7 +132,7 @@ def test_clock_and_power_are_read_from_the_measured_gpu(nvml):
     with made_up_gpu():
         gpu = gauge.find_gpu(machine.describe(torch.device("cuda"))["gpu_id"])
     assert gpu == "GPU-1234-5678" and gauge.find_gpu(None) is None
-    # The MIG instances of a GPU share its clock, so nothing is read for a MIG instance.
+    # MIG instances share one GPU's clock, so clock and power are not recorded for a MIG instance.
     assert gauge.find_gpu(gauge.gpu_id(SimpleNamespace(uuid="of-a-MIG-slice"))) is None
     assert gauge.reading(gpu) == {"clock_mhz": 1234, "power_w": 457, "power_limit_w": 700, "temperature_c": None}
     assert gauge.reading(None) is None

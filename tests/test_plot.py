@@ -87,7 +87,7 @@ def test_a_kind_of_picture_that_is_not_known_is_refused_and_a_log_is_not_overwri
 
 
 def test_the_run_in_results_has_turned_up_at_its_end():
-    """The committed log's lowest validation loss is neither its first nor its last, as the pre-training page states."""
+    """The validation loss in the committed log is lowest neither at the first evaluation nor at the last."""
     (log,) = (ROOT / "results").glob("pretrain-*/log.jsonl")
     _, scores = plot.curve(plot.read(log), "val_loss")
     assert 0 < scores.argmin() < len(scores) - 1

@@ -210,7 +210,7 @@ def test_docstrings_are_not_propagated(clone):
 
 
 def test_the_idea_of_a_new_rung_reaches_the_files_above_it(clone):
-    """The edit that a new rung before ddp_run.py makes is copied to ddp_run.py and the scripts built on it."""
+    """If a new rung is inserted before ddp_run.py, its change is copied to ddp_run.py and the scripts built on it."""
     below, old, new = RUNGS["ddp_run.py"].before, "betas=(0.9, 0.95)", "betas=(0.9, 0.98)"
     (clone.root / "speedup_99_trial.py").write_text(clone.texts()[below].replace(old, new), encoding="utf-8")
     row = '[[rung]]\nfile = "{}"\ntitle = "Trial"\nidea = "a trial"\ntouches = ["main"]\nlimit = 2\n\n'

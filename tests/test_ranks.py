@@ -26,7 +26,7 @@ import torch.distributed as dist
 from conftest import LONG, ROOT, STEP, load, play, since, watch
 from torch import nn
 
-PLAIN = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}  # these tests need one thread and no compilation
+PLAIN = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}  # use one thread and do not compile
 SIZES = ["--model", "nano", "--seq-len", "32", "--batch-size", "2", "--total-batch-size", "256"]
 FAULTY = """
 # Run long_run.py. One rank fails in its fourth step, unless torchrun has restarted it.
