@@ -62,7 +62,7 @@ def log(folder):
 
 
 def changed(folder):
-    """Return the time of the log's last write. After a restart, a new value means that the resumed run has logged a step."""
+    """Return the time of the log's last write. A new value after a restart means that the run has resumed."""
     path = folder / "log.jsonl"
     return path.stat().st_mtime_ns if path.exists() else 0
 
