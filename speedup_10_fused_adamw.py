@@ -2,8 +2,8 @@
 
 fused=True is for speed. By default, AdamW on a GPU runs one kernel per operation of its formula, with 20 memory
 accesses per weight. The fused kernel needs 7: it reads the weight, the gradient and AdamW's two moments, and writes the
-weight and the moments. For 124M float32 weights, that is 3.5 GB instead of 10 GB. The parameter groups are for quality:
-matrices use GPT-3's weight decay of 0.1 instead of PyTorch's default of 0.01, and biases and LayerNorm use none.
+weight and the moments. For 124M float32 weights, a step moves 3.5 GB instead of 10 GB. The parameter groups are for
+quality: matrices use GPT-3's weight decay of 0.1 instead of PyTorch's default of 0.01; biases and LayerNorm use none.
 
 When it does not help: with a large batch, the optimizer takes only a small fraction of the step time. Weight decay
 matters only in long runs.

@@ -97,7 +97,7 @@ def precision_used(wanted, said):
 
 
 def speed(data, batch_size, median, precision):
-    """Return tokens/s, model TFLOP/s and the fraction of the measured peak (MFU) for a median step time in ms."""
+    """Return tokens/s, model TFLOP/s and the fraction of the measured peak for a median step time in ms."""
     found = {"median_ms": rounded(median), "tflops": None, "roof_share": None}
     found["tokens_per_s"] = rounded(1000 * batch_size * data["settings"]["seq_len"] / median)
     if data["roof"]:

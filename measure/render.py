@@ -107,7 +107,7 @@ def batch_cells(data):
             "ms per step (one run)": cell["run"]["error"] or number(cell["median_ms"], ",.1f"),
             "tokens/s": number(cell["tokens_per_s"], ",.0f"),
             "model TFLOP/s": number(cell["tflops"], ".3g"),
-            "MFU, of measured peak": number(cell["roof_share"], ".0%", f" {cell['precision']}"),
+            "of measured peak": number(cell["roof_share"], ".0%", f" {cell['precision']}"),
         }
         for cell in data["batches"]
     ]

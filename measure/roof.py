@@ -75,7 +75,7 @@ def multiply(precision, shape, device):
     if precision == "tf32":
         check_tf32(device)
     x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
-    if precision == "fp8":  # one scale per tensor; dimensions must be multiples of 16, so n is cut
+    if precision == "fp8":  # one scale per tensor; dimensions must be multiples of 16, so n is rounded down
         x, w = x.to(torch.float8_e4m3fn), w[: n // 16 * 16].to(torch.float8_e4m3fn)
         one = torch.ones((), device=device)
         stmt = "torch._scaled_mm(x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)"

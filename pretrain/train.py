@@ -234,7 +234,7 @@ def generate(model, prompt, seed, device):
     idx = torch.tensor([prompt + [0] * 32])  # (1, T), the same shape in every pass
     generator = torch.Generator().manual_seed(seed % 2**64)
     for i in range(len(prompt), idx.size(1)):
-        logits = model(idx.to(device))[0, i - 1, :50257]  # (50257,), no padded ids; zeros in idx[0, i:] have no effect
+        logits = model(idx.to(device))[0, i - 1, :50257]  # (50257,), unpadded vocabulary; idx[0, i:] has no effect
         weights, tokens = (t.cpu() for t in logits.float().softmax(dim=-1).topk(50))
         idx[0, i] = tokens[torch.multinomial(weights, 1, generator=generator)]
     return idx[0]

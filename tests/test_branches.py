@@ -59,9 +59,9 @@ def test_a_growing_scale_is_not_a_skipped_step(monkeypatch):
 
 
 def test_it_learns(monkeypatch):
-    """The loss falls within 30 steps, which requires that the optimizer is passed to scaler.step().
+    """The loss falls within 30 steps, which requires the call to scaler.step(optimizer).
 
-    In a public notebook that omits this, the loss stays at 10.93 for 50 steps (docs/pages/rungs/fp16_grad_scaler.md).
+    In a public notebook without this call, the loss stays at 10.93 for 50 steps (docs/pages/rungs/fp16_grad_scaler.md).
     """
     lines, _ = train(monkeypatch, 30)
     losses = [float(line["loss"]) for line in lines]

@@ -129,7 +129,7 @@ def test_every_folder_has_a_readme_of_one_screen(tracked):
 
 
 def test_uv_and_pip_take_the_versions_that_the_tests_run_with():
-    """Each pinned version is within its range in pyproject.toml, which also pins torch."""
+    """Each pinned version is within its range in pyproject.toml, which pins torch to the same version."""
     project = read_toml("pyproject.toml")
     ranges = [*project["project"]["dependencies"], *itertools.chain(*project["dependency-groups"].values())]
     files = ROOT / "requirements.txt", ROOT / "requirements-dev.txt", ROOT / "pretrain" / "requirements.txt"

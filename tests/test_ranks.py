@@ -185,7 +185,7 @@ def faulty(tmp_path, run, small):
     def with_fault(fault, *args, restarts=0):
         path = tmp_path / "faulty.py"
         path.write_text(FAULTY.format(fault=fault, script=str(small / LONG)))
-        # Without this setting, a restarted rank would find the address of the failed rank (pytorch/pytorch#135712).
+        # Without this setting, restarted ranks may try to connect to the failed ranks (pytorch/pytorch#135712).
         environment = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return run(path, *SIZES, *args, torchrun=2, restarts=restarts, timeout=120, **environment)
 
