@@ -78,7 +78,10 @@ class Measurement:
         self.bar, self.stage = progress.add_task(""), ""
 
     def stages(self):
-        """Yield (title, jobs) for each requested stage, most important first. left() lists a job of two stages once."""
+        """Yield (title, jobs) for each requested stage, most important first.
+
+        A job can appear in two stages; left() keeps only the first.
+        """
         profiled = [row for row in self.plan if self.settings["profile"] and row.words[0].endswith(".py")]
         ten = [row for row in rows() if self.settings["batches"] and row.name == TEN]
         yield "peak", [(self.roof, None)]

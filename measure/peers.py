@@ -156,7 +156,7 @@ def main():
         torch.set_float32_matmul_precision("high")
         for name, precision in ("TF32", "tf32"), ("bf16", "bf16"):
             if precision not in precisions(device):
-                print(f"no {name} here")  # rung 10 prints the same line, and measure.py parses it
+                print(f"no {name} here")  # record.py looks for these words, with which rung 10's message also begins
     if args.peer == "compiled":
         model.compile()
     report, train = Report(device, tokens), trainer if args.peer == "trainer" else plain

@@ -211,7 +211,7 @@ def public(tokens, magic=20240520, version=1, **_):
 
 
 def test_a_public_shard_is_trained_on(tmp_path, monkeypatch):
-    """train.py accepts training and validation shards named as on the Hugging Face hub, without checksum files."""
+    """train.py accepts training and validation shards with the hub's file names and without checksum files."""
     folder = tmp_path / "finewebedu10B"
     folder.mkdir()
     held_out, text = np.array_split(encode((ROOT / "input.txt").read_text(encoding="utf-8")[:60_000]), [3000])

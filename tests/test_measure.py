@@ -1015,7 +1015,8 @@ def test_make_ladder_measures_every_row(clone):
     """
     ladder, left_out = clone / "ladder.toml", r'\[\[rung\]\]\nfile = "speedup_0[124-9].*?(?=\[\[rung\]\])'
     ladder.write_text(re.sub(left_out, "", ladder.read_text(encoding="utf-8"), flags=re.DOTALL), encoding="utf-8")
-    for script in (*since(5), "measure/peers.py"):  # TORCH_COMPILE_DISABLE has no effect: measure.py unsets it
+    # Edit the scripts to turn off compilation, because measure.py unsets TORCH_COMPILE_DISABLE.
+    for script in (*since(5), "measure/peers.py"):
         text = (clone / script).read_text(encoding="utf-8").replace("torch_compile=True", "torch_compile=False")
         (clone / script).write_text(text.replace("model.compile(", "dict("), encoding="utf-8")
     flags = "--model nano --device cpu --batch-size 1 --seq-len 16 --steps 2 --peers --branches --profile"

@@ -125,7 +125,8 @@ def test_flash_attention_is_given_no_matrix_of_tokens_by_tokens(script):
 @pytest.mark.parametrize("script", MODEL)
 def test_the_loss_is_the_mean_cross_entropy_of_the_targets(script):
     model = nano(script)
-    nn.init.constant_(model.transformer.ln_f.weight, 10.0)  # equal logits would hide errors in the averaging
+    # Spread the logits: at initialization they are nearly equal, which would hide errors in the averaging.
+    nn.init.constant_(model.transformer.ln_f.weight, 10.0)
     torch.manual_seed(0)
     ids, targets = torch.randint(50257, (2, 3, 8))
     targets[:, ::2] = torch.arange(3)[:, None]  # the loss must not ignore ids 0 to 2
