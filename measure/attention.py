@@ -32,7 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float3
 def causal_mask(T, device):
     """Return a bool mask of shape (T, T). An entry is True if the row's token may attend to the column's token.
 
-    The mask is cached, because the timings must not include its construction: the model builds its mask only once.
+    The mask is cached, so the timings exclude its construction. The model also builds its mask only once.
     """
     return torch.ones(T, T, dtype=torch.bool, device=device).tril()
 

@@ -57,7 +57,7 @@ from baseline import MODELS
 
 aten = torch.ops.aten
 NOT_KERNELS = {aten._unsafe_view.default, aten.lift_fresh.default}  # views that their schemas do not mark as views
-HOST = {aten._foreach_add_.Tensor}  # not counted: AdamW's step counters are on the CPU unless AdamW is fused
+HOST = {aten._foreach_add_.Tensor}  # not counted: increments AdamW's step counters, on the CPU unless AdamW is fused
 ONLY_WRITTEN = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # they overwrite a tensor without reading it
 SCHEDULES = {}  # key of a compiled graph -> its kernels
 A100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)  # 108 SMs, capability 8.0, limits per SM
@@ -90,7 +90,10 @@ def product(func, args, kwargs, out, float32):
 
 
 def nbytes(tensor):
-    """Return a tensor's size in bytes. For an expanded tensor, this is the size of its storage."""
+    """Return a tensor's size in bytes.
+
+    For an expanded tensor, this is the size of its storage, which is smaller than its shape suggests.
+    """
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 

@@ -31,8 +31,8 @@ def out_of_memory(error):
 def precisions(device):
     """Return the names of the precisions that the scripts use on this device.
 
-    On a CPU without AVX-512, the only one is float32, because a 16-bit matmul can take minutes on an x86 CPU of this
-    kind.
+    On a CPU without AVX-512, the list contains only float32, because a 16-bit matmul can take minutes on an x86 CPU of
+    this kind.
     """
     if device.type == "cpu":
         return ["float32", "bf16", "fp16"] if torch.backends.cpu.get_cpu_capability() == "AVX512" else ["float32"]

@@ -37,8 +37,8 @@ from commands import TEN, ask, command, execute, rows
 from record import ROOT
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-# kernels.py counts optimizer updates: 4 before the profiler starts, 1 for its warm-up, and 3 profiled. The 4 spare steps
-# make up for the updates that fp16 skips.
+# kernels.py counts optimizer updates: 4 before the profiler starts, 1 for its warm-up, and 3 profiled. The 4 spare
+# steps make up for the updates that fp16 skips.
 PROFILED_STEPS = 12
 FIT_STEPS = 10
 BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))

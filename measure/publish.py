@@ -100,7 +100,7 @@ def speeds(published, counts, only=None):
         row["MFU"] = f"{speed * flops / peak / 1e12:.0%}" if peak and plain else ""
         row |= {} if only else {"what ran": one["ran"]}
         row["measured by"] = f"[{one['source']}]({one['url']})" if "url" in one else one["source"]
-        # With `only`, the last run of a card replaces its earlier runs. public.toml lists its fastest run last.
+        # If `only` is given, each run replaces the card's earlier run, and public.toml lists a card's fastest run last.
         rows[one["card"] if only else len(rows)] = row
     return list(rows.values())
 
@@ -177,7 +177,10 @@ def ours(measured):
 
 
 def two(measured):
-    """Return the rows of baseline.py and rung 10 in the first measurement that has both with its device's defaults."""
+    """Return the rows of baseline.py and rung 10 in the first suitable measurement.
+
+    The measurement must have both rows and use the default settings of its device.
+    """
     for data in measured.values():
         defaults = ("nano", 4, 128) if data["machine"]["device"] == "cpu" else ("gpt2", 4, 1024)
         rows = [row_of(data, script) for script in ("baseline.py", TEN)]
