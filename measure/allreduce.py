@@ -62,7 +62,7 @@ def main():
             work.wait()
         synchronize()
         times.append(1000 * (time.perf_counter() - start))
-    # Give a Gloo thread time to release the last tensors. If it releases them while Python shuts down, the process aborts.
+    # Give a Gloo thread time to release the last tensors. If it does so while Python shuts down, the process aborts.
     time.sleep(0.2)  # see https://github.com/pytorch/pytorch/pull/179291
     dist.destroy_process_group()
     if rank > 0:
