@@ -31,7 +31,7 @@ def speed_up(ranks, step_ms, gradient_bytes, bus_gb_s):
     """Return the speed-up of `ranks` GPUs over one GPU if communication does not overlap with computation.
 
     step_ms is the step time of one GPU on the whole batch, and bus_gb_s is the bus bandwidth in GB/s. In practice, DDP
-    overlaps part of the all-reduce with the last backward pass.
+    overlaps part of the all-reduce with the last backward pass, so the actual speed-up can be higher.
     """
     travel_ms = 2 * (ranks - 1) / ranks * gradient_bytes / bus_gb_s / 1e6
     return step_ms / (step_ms / ranks + travel_ms)
@@ -62,7 +62,7 @@ def main():
             work.wait()
         synchronize()
         times.append(1000 * (time.perf_counter() - start))
-    # A Gloo thread releases the last tensors a moment later. If Python is shutting down by then, the process aborts.
+    # Give a Gloo thread time to release the last tensors. If it does so while Python shuts down, the process aborts.
     time.sleep(0.2)  # see https://github.com/pytorch/pytorch/pull/179291
     dist.destroy_process_group()
     if rank > 0:

@@ -32,7 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float3
 def causal_mask(T, device):
     """Return a bool mask of shape (T, T). An entry is True if the row's token may attend to the column's token.
 
-    The mask is cached, because the model also builds its mask only once.
+    The mask is cached, so the timings exclude its construction. The model also builds its mask only once.
     """
     return torch.ones(T, T, dtype=torch.bool, device=device).tril()
 
@@ -46,7 +46,7 @@ def written_out(q, k, v):
 
 
 fused = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-ATTENTION = {  # a kernel raises RuntimeError if it does not support the device or the dtype
+ATTENTION = {  # a kernel that does not support the device or the dtype raises RuntimeError, which bench() catches
     "written out": written_out,
     "math": sdpa_kernel(SDPBackend.MATH)(fused),
     "flash": sdpa_kernel(SDPBackend.FLASH_ATTENTION)(fused),
@@ -69,7 +69,7 @@ def passes(attention, q, k, v):
 
 
 def peak_bytes(function, device):
-    """Return the peak memory of a call in bytes, excluding its inputs, or nan if PyTorch cannot track memory."""
+    """Return the peak memory of function() in bytes, without the inputs, or nan if PyTorch cannot track the memory."""
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         module.reset_peak_memory_stats(device)
@@ -83,13 +83,14 @@ def peak_bytes(function, device):
         function()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))  # nbytes() is negative if memory is freed
+    # nbytes() is negative if memory is freed, so each running sum is the memory in use at that time.
+    return max(itertools.accumulate(event.nbytes() for event in events))
 
 
 def bench(q, k, v):
     """Return (memory, times), two dicts keyed by the kind of attention.
 
-    `memory` contains the peak memory in MiB, or a message if the kind does not run. For each kind that runs, `times`
+    `memory` contains the peak memory in MiB, or a message if this kind does not run. For each kind that runs, `times`
     contains three timings of the forward pass and three timings of both passes, in ms.
     """
     memory, times = {}, {}

@@ -16,8 +16,8 @@ from record import ROOT
 sys.path.append(str(ROOT / "dev"))
 from ladder import read_ladder
 
-# Some containers set these environment variables. They can change a script's precision, disable the compiler, or store
-# compiled kernels in a folder that measure.py does not manage.
+# Scripts run without these environment variables, which some containers set. The variables can change a script's
+# precision, disable the compiler, or store compiled kernels in a folder that measure.py does not manage.
 OVERRIDES = """NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE
     TRITON_CACHE_DIR""".split()
 # The address is localhost because a machine without DNS may not resolve its own host name.
@@ -51,7 +51,7 @@ PEERS = [
 def rows(peers=False, branches=False, only=()):
     """Return the rungs of ladder.toml in order, then the branches and the peers if requested.
 
-    Peers are other training loops, to compare the rungs with.
+    Peers are training loops that the table compares with the rungs.
 
     `only` contains short names (01 ... 10, ddp, fsdp, fp16). If it is not empty, these scripts and the scripts that
     they are compared with replace the full list of rungs. Raises ValueError for an unknown name.

@@ -57,7 +57,7 @@ from baseline import MODELS
 
 aten = torch.ops.aten
 NOT_KERNELS = {aten._unsafe_view.default, aten.lift_fresh.default}  # views that their schemas do not mark as views
-HOST = {aten._foreach_add_.Tensor}  # increments AdamW's step counters, which are on the CPU unless AdamW is fused
+HOST = {aten._foreach_add_.Tensor}  # not counted: increments AdamW's step counters, on the CPU unless AdamW is fused
 ONLY_WRITTEN = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # they overwrite a tensor without reading it
 SCHEDULES = {}  # key of a compiled graph -> its kernels
 A100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)  # 108 SMs, capability 8.0, limits per SM
@@ -65,9 +65,9 @@ A100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)  # 108 SMs
 
 @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu)
 def attention_flops(q, k, v, dropout=0.0, is_causal=False, products=2, **_):
-    """Return the FLOPs of attention's matmuls. `products` is their number. q is a shape (..., T, head size).
+    """Return the FLOPs of attention's matmuls. q is a shape (..., T, head size).
 
-    Causal attention computes only T (T + 1) / 2 of the T * T scores.
+    `products` is the number of matmuls. Causal attention computes only T (T + 1) / 2 of the T * T scores.
     """
     *heads, T, size = q
     return products * 2 * torch.Size(heads).numel() * size * (T * (T + 1) // 2 if is_causal else T * T)
@@ -90,7 +90,10 @@ def product(func, args, kwargs, out, float32):
 
 
 def nbytes(tensor):
-    """Return a tensor's size in bytes. An expanded tensor uses less memory than its shape suggests."""
+    """Return a tensor's size in bytes.
+
+    For an expanded tensor, this is the size of its storage, which is smaller than its shape suggests.
+    """
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -200,7 +203,7 @@ def compiler(counter):
     """
 
     def inner(gm, inputs, **options):
-        key = str(gm.graph), *((t.shape, t.dtype) for t in inputs)  # rungs 07 to 10 have identical graphs and keys
+        key = str(gm.graph), *((t.shape, t.dtype) for t in inputs)  # rungs 07 to 10 share a key and a schedule
         mine, inputs = copy.deepcopy(gm), list(inputs)
 
         def passes(graph, **how):
@@ -285,7 +288,7 @@ def step(rung, model, batch_size, seq_len, cuda=True):
         }
     hooks = register_optimizer_step_pre_hook(begin_update), register_optimizer_step_post_hook(end_update)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)  # as in the rungs on a GPU; this mode changes compiled kernels
+    torch.use_deterministic_algorithms(False)  # as in the rungs on a GPU; deterministic mode changes compiled kernels
     torch._dynamo.reset()
     try:
         with contextlib.ExitStack() as stack, mock.patch.dict(os.environ):

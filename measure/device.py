@@ -31,7 +31,8 @@ def out_of_memory(error):
 def precisions(device):
     """Return the names of the precisions that the scripts use on this device.
 
-    On a CPU without AVX-512, this is only float32, because a 16-bit matmul can take minutes on an x86 CPU of this kind.
+    On a CPU without AVX-512, the list contains only float32, because a 16-bit matmul can take minutes on an x86 CPU of
+    this kind.
     """
     if device.type == "cpu":
         return ["float32", "bf16", "fp16"] if torch.backends.cpu.get_cpu_capability() == "AVX512" else ["float32"]
@@ -48,7 +49,7 @@ def seconds(stmt, device, min_run_time=0.1, **names):
     The statement is repeated for at least min_run_time seconds.
     """
 
-    def clock():  # Timer's default clock synchronizes the current GPU, which may not be `device`
+    def clock():  # synchronizes `device`; Timer's default clock synchronizes the current GPU, which may differ
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         return time.perf_counter()

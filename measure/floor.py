@@ -2,9 +2,9 @@
 
 A kernel's lower bound is the longer of two times, FLOPs / peak and bytes / bandwidth. The floor is the sum of these
 bounds over all kernels that counts.py counted. The figures in cards.toml come from data sheets. No parameter is fitted
-to measurements. The floor does not include the time between kernels, and it assumes that each kernel reaches the peak
-or the full bandwidth. A measured step can still be faster than its floor, mainly because kernels read the results of
-earlier kernels from the cache, or because the GPU runs at a higher clock than its data sheet states.
+to measured step times. The floor does not include the time between kernels, and it assumes that each kernel reaches the
+peak or the full bandwidth. A measured step can still be faster than its floor, mainly because kernels read the results
+of earlier kernels from the cache, or because the GPU runs at a higher clock than its data sheet states.
 """
 
 import json

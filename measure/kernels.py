@@ -2,9 +2,9 @@
 
 This program runs the unmodified script under torch.profiler and profiles 3 steps after 5 warm-up steps. After the
 script's output, it prints one line of JSON: milliseconds per step for each group, the attention kernel that ran, and
-the peak memory that PyTorch reserved, in GiB. On a GPU, it groups kernels by their names and by the operations that
-launched them. The group "idle" is the time during which no kernel ran. On a CPU, it groups operations and sums their
-self times, which exclude nested operations. The group "idle" is then the time spent in Python and dispatch.
+the peak memory that PyTorch reserved, in GiB. On a GPU, the program groups kernels by their names and by the operations
+that launched them. The group "idle" is the time during which no kernel ran. On a CPU, it groups operations and sums
+their self times, which exclude nested operations. The group "idle" is then the time spent in Python and dispatch.
 """
 
 import json
@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 
 STEPS = 3
-# The group is the first one whose pattern matches. The name of a compiled kernel lists the operations fused into it.
+# A kernel belongs to the first group whose pattern matches. The name of a compiled kernel lists the operations
+# that are fused into it.
 GROUPS = {
     "optimizer": r"optimizer\.|adam|multi_tensor|_foreach_|vector_norm|lpnorm",
     # bmm: the batched matmuls of unfused attention
@@ -46,7 +47,7 @@ def group(name, path=""):
 
 
 def nested(events):
-    """Return a list of (event, names of the enclosing events in its thread, its self time in microseconds).
+    """Return a list of (event, names of the enclosing events in its thread, the event's self time in microseconds).
 
     Self time excludes nested events.
     """

@@ -1,8 +1,8 @@
 """Measure the whole ladder on this machine:  python measure/measure.py   (make ladder)
 
-This program runs each script in its own process, as a user would, and parses the lines that the script prints. In a
-pass, all scripts use the same model, batch size B and sequence length T. The program writes ladder.json, the table as
-summary.txt, and plots to results/<device>-<date>/.
+This program runs each script in its own process, as a user would, and parses the lines that the script prints. A
+pass runs each script once, with the same model, batch size B and sequence length T. The program writes ladder.json, the
+table as summary.txt, and plots to results/<device>-<date>/.
 
 --repeat R makes R passes over the ladder. Every second pass runs in reverse order (A B C, C B A, A B C ...), to reduce
 the effect of drift in the machine's speed. A speed-up is the ratio of two step times in the same pass. For each script,
@@ -37,8 +37,8 @@ from commands import TEN, ask, command, execute, rows
 from record import ROOT
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-# kernels.py counts optimizer updates: 4 before the profiler, 1 for its warm-up, and 3 profiled. The 4 spare steps make
-# up for the updates that fp16 skips.
+# kernels.py counts optimizer updates: 4 before the profiler starts, 1 for its warm-up, and 3 profiled. The 4 spare
+# steps make up for the updates that fp16 skips.
 PROFILED_STEPS = 12
 FIT_STEPS = 10
 BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
@@ -49,7 +49,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # Ctrl-C, shutdown, end
 def largest(fits, start=16):
     """Return the largest power of two below 8192 for which fits(size) is true, or 0 if there is none.
 
-    The search begins at `start`, a power of two. It doubles or halves the size, but it can skip from 16 to 64.
+    The search begins at `start`, a power of two, and doubles or halves the size. After 16, it can try 64 before 32.
     """
     fit, miss, size = 0, 8192, start
     while fit < size < miss:
@@ -66,7 +66,7 @@ class Measurement:
     """A measurement in progress. Each result is saved in ladder.json before the next run begins.
 
     A job is a tuple of a method, a row of the table and further arguments. The method writes the job's result into
-    self.data, and returns a message to print or None.
+    self.data, and returns a message to print, or None.
     """
 
     def __init__(self, path, data, plan, host, progress, caches):
@@ -80,7 +80,7 @@ class Measurement:
     def stages(self):
         """Yield (title, jobs) for each requested stage, most important first.
 
-        A job can appear in two stages; left() keeps only the first.
+        A job can appear in two stages; left() keeps it only in the first one.
         """
         profiled = [row for row in self.plan if self.settings["profile"] and row.words[0].endswith(".py")]
         ten = [row for row in rows() if self.settings["batches"] and row.name == TEN]
@@ -215,7 +215,7 @@ class Measurement:
         text, errors, status = execute(["measure/kernels.py", *words], self.cache(row))
         error = record.parse(text, errors, status, PROFILED_STEPS)["error"]
         found = dict.fromkeys(("groups_ms", "attention", "reserved_gib"))
-        if not error:  # a library may print more lines after the JSON
+        if not error:  # search from the end, because a library may print lines after the JSON
             found = json.loads(next(line for line in reversed(text.splitlines()) if line.startswith('{"groups_ms"')))
         self.records[row.name]["profile"] = {"host": self.host["id"]} | found | {"error": error}
         result = error or f"{sum(found['groups_ms'].values()):,.2f} ms"
@@ -239,7 +239,7 @@ class Measurement:
         def holds(size):
             runs[size], _ = self.run(row, batch_size=size, steps=FIT_STEPS)
             error = runs[size]["error"]
-            if error and not record.too_large(error):  # the run did not fail because of the batch size
+            if error and not record.too_large(error):  # the run failed for a reason other than the batch size
                 raise RuntimeError(error)
             return not error
 
@@ -261,8 +261,8 @@ class Measurement:
 def begin(this, plan, name, out, line):
     """Return (folder, data) of an earlier measurement to continue, or of a new measurement.
 
-    `this` contains the settings, the machine and a hash of the scripts. A measurement with the same values is continued
-    if its folder is `out`, if it is incomplete, or if it was finished today.
+    `this` contains the settings, the machine and a hash of the scripts. An earlier measurement is continued only if it
+    has the same values. If `out` is None, it must also be incomplete or have been finished today.
 
     Raises ValueError if `out` contains a different measurement.
     """
@@ -387,7 +387,7 @@ def resume(folder, data, plan, host, cache):
 def stop(number, _):
     """Handle a signal in STOPS: raise SystemExit, which makes execute() stop the running script.
 
-    ladder.json stays intact.
+    ladder.json stays intact, because record.save() replaces the whole file in one operation.
     """
     for other in STOPS:
         signal.signal(other, signal.SIG_IGN)  # a second signal must not interrupt writing the table

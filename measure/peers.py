@@ -38,7 +38,7 @@ def build(name):
     model = transformers.GPT2LMHeadModel(config)
     theirs = model.state_dict()
     for key, w in ours.state_dict().items():
-        conv1d = key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))  # transformers stores (in, out)
+        conv1d = key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))  # in transformers, these are (in, out)
         theirs[key].copy_(w.t() if conv1d else w[: len(theirs[key])])
     return model.train()
 
@@ -156,13 +156,13 @@ def main():
         torch.set_float32_matmul_precision("high")
         for name, precision in ("TF32", "tf32"), ("bf16", "bf16"):
             if precision not in precisions(device):
-                print(f"no {name} here")  # record.py looks for these words, with which rung 10's message also begins
+                print(f"no {name} here")  # record.py searches for these words, which also begin rung 10's message
     if args.peer == "compiled":
         model.compile()
     report, train = Report(device, tokens), trainer if args.peer == "trainer" else plain
     try:
         train(model, loader, args.steps, device, report, use_bf16)
-    except RuntimeError as error:  # as in the rungs
+    except RuntimeError as error:  # report these errors in one line, as the rungs do
         if out_of_memory(error):
             sys.exit(f"{parser.prog}: error: out of memory with B {loader.B} and T {loader.T}")
         if isinstance(error, torch._dynamo.exc.ShortenTraceback):

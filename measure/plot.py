@@ -24,7 +24,7 @@ def read(path):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError:
-            if number < len(lines):  # the run may still be writing the last line
+            if number < len(lines):  # the last line may be incomplete because the run is still writing it
                 raise ValueError(f"{path}: line {number} is not JSON") from None
     rows = [row for row in rows if isinstance(row, dict) and "step" in row]
     if not any("loss" in row for row in rows):

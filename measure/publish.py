@@ -40,7 +40,7 @@ def row_of(data, script):
 
 
 def over(ratio):
-    """Format the range of a speed-up from record.faster, such as 1.03–1.15×, or one figure if its ends are equal."""
+    """Format the range of a speed-up from record.faster, such as 1.03–1.15×, or one figure if both ends are equal."""
     if not ratio:
         return ""
     return f"{ratio['median']:.2f}×" if ratio["low"] == ratio["high"] else f"{ratio['low']:.2f}–{ratio['high']:.2f}×"
@@ -87,7 +87,7 @@ def speeds(published, counts, only=None):
 
     If `only` lists cards, the table contains only the fastest PyTorch run of GPT-2 124M on each of them.
     """
-    flops = floor.totals(counts[render.COUNTED]["baseline.py"])[0] / (4 * 1024)  # per token, with masked scores
+    flops = floor.totals(counts[render.COUNTED]["baseline.py"])[0] / (4 * 1024)  # per token, including masked scores
     peaks, rows = read_toml("measure/cards.toml"), {}
     for one in published:
         plain = one.get("plain", True)
@@ -100,7 +100,8 @@ def speeds(published, counts, only=None):
         row["MFU"] = f"{speed * flops / peak / 1e12:.0%}" if peak and plain else ""
         row |= {} if only else {"what ran": one["ran"]}
         row["measured by"] = f"[{one['source']}]({one['url']})" if "url" in one else one["source"]
-        rows[one["card"] if only else len(rows)] = row  # public.toml lists a card's fastest run last
+        # If `only` is given, each run replaces the card's earlier run, and public.toml lists a card's fastest run last.
+        rows[one["card"] if only else len(rows)] = row
     return list(rows.values())
 
 
@@ -176,7 +177,10 @@ def ours(measured):
 
 
 def two(measured):
-    """Return the rows of baseline.py and rung 10 in the first measurement with the default settings of its device."""
+    """Return the rows of baseline.py and rung 10 in the first suitable measurement.
+
+    The measurement must have both rows and use the default settings of its device.
+    """
     for data in measured.values():
         defaults = ("nano", 4, 128) if data["machine"]["device"] == "cpu" else ("gpt2", 4, 1024)
         rows = [row_of(data, script) for script in ("baseline.py", TEN)]

@@ -21,7 +21,7 @@ PARAMETERS = re.compile(r"^device .* ([\d,]+) parameters \| B \d+ T \d+$", re.MU
 
 
 def parse(text, errors="", status=0, steps=None):
-    """Return a script's output, parsed, as a dict. The completed steps of a failed run are included.
+    """Parse a script's output and return the results as a dict. The completed steps of a failed run are included.
 
     `text` is stdout, `errors` is stderr, and `steps` is the expected number of steps.
     """
@@ -89,7 +89,8 @@ def rounded(number):
 def precision_used(wanted, said):
     """Return the precision that a rung used.
 
-    `wanted` is the rung's precision in ladder.toml. `said` is its output, which reports each unsupported precision.
+    `wanted` is the rung's precision in ladder.toml. `said` is the rung's output, which reports each unsupported
+    precision.
     """
     if wanted == "bf16" and "no bf16 here" in said:
         wanted = "tf32"

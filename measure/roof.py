@@ -95,7 +95,7 @@ def measure(config, tokens, device):
         for precision in precisions(device)
         for name, shape in shapes.items()
     ]
-    source = torch.randn(2**26, device=device)  # 256 MiB, larger than the caches
+    source = torch.randn(2**26, device=device)  # 256 MiB, chosen to exceed the caches
     target, copied = torch.empty_like(source), []
     under_load = warm_up(device) if device.type == "cuda" else None
     for _ in range(3):
