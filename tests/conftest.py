@@ -18,9 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests do not use the Hugging Face hub
-os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # as in the scripts
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # quiet, as in the scripts
 os.environ |= {"MAKEFLAGS": "", "ARGS": ""}  # otherwise, a `make` in a test would inherit them
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # `make test` runs several processes, which share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread each: `make test` runs several processes
 # By default, glibc returns freed blocks to the system, and reallocating them takes a third of nano's step time.
 # These higher thresholds make glibc keep freed blocks for reuse.
 os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 RUNGS = {rung.file: rung for rung in read_ladder()}
 LONG, TRAIN = "pretrain/long_run.py", "pretrain/train.py"
-SCRIPTS = [script for script in RUNGS if script != TRAIN]  # most tests of train.py are in test_pretrain.py
+SCRIPTS = [script for script in RUNGS if script != TRAIN]  # train.py is tested mainly in test_pretrain.py
 BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # on other CPUs, the scripts use float32
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "eval_sec": 0.0}
@@ -172,7 +172,7 @@ def save_gpt2(folder, change=None, **config):
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32}
     model = GPT2LMHeadModel(GPT2Config(**shape | config)).eval()
     with torch.no_grad():
-        for name, p in model.named_parameters():  # zero biases would hide a bias that was not loaded
+        for name, p in model.named_parameters():  # biases of 0 would hide a failure to load them
             p.normal_(mean=float("ln_" in name and name.endswith("weight")), std=0.2)
         if change:
             change(model)
@@ -217,7 +217,7 @@ def play(script, *args, device="cpu", compiled=False, autocast=True, full=False,
         try:
             module.main()
         finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # main() may have replaced this handler
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # undo a handler that main() may have set
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return output.getvalue()
 
@@ -229,7 +229,7 @@ def watch(script, *args, compiled=False, **options):
     def forward(called, *inputs):
         nonlocal model
         if not torch.is_grad_enabled():
-            return nn.Module.__call__(called, *inputs)  # an evaluation in pretrain/train.py
+            return nn.Module.__call__(called, *inputs)  # not recorded: an evaluation in pretrain/train.py
         model, logits = called, steps[-1].logits
         if not compiled:  # in a compiled run, the hook would be compiled and change the graph's outputs
             hook = model.lm_head.register_forward_hook(lambda *seen: logits.append(seen[-1].detach().clone()))
@@ -240,7 +240,7 @@ def watch(script, *args, compiled=False, **options):
         return loss
 
     def before(optimizer, *_):
-        if model:  # model is None while set_state_dict creates AdamW's moments with a step at learning rate 0
+        if model:  # not in set_state_dict's step at learning rate 0, which only creates AdamW's moments
             steps[-1].groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             steps[-1].before = {name: p.detach().clone() for name, p in model.named_parameters()}
             steps[-1].grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -342,10 +342,10 @@ def refused(monkeypatch, capfd):
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit:
             exec(compile(ast.Module(guard.body, []), module.__file__, "exec"), vars(module))
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # main() may have replaced this handler
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # undo a handler that main() may have set
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code, (printed, written) = exit.value.code, capfd.readouterr()
-        if isinstance(code, str):  # Python would print a string on stderr and exit with status 1
+        if isinstance(code, str):  # do what Python does: print it on stderr and exit with status 1
             code, written = 1, f"{written}{code}\n"
         assert code in (1, 2) and len(written.splitlines()) == lines, written
         assert re.match(rf"{Path(script).name}: error: .*{says}", written.splitlines()[-1], re.IGNORECASE), written
@@ -367,7 +367,7 @@ def measured(request):
 
 
 def trouble(errors):
-    """Return the lines of a process's stderr that are errors, or warnings about this project's code."""
+    """Return the lines of a process's stderr that report errors, or warnings about this project's code."""
     ours = rf"{re.escape(str(ROOT))}/(?!\S*(?:site|dist)-packages/)"
     return [
         line for line in errors.splitlines() if re.search(rf"\b\w*(Error|Exception)\b|: error: |Traceback|{ours}", line)
@@ -421,8 +421,8 @@ def verdict(monkeypatch, tmp_path):
         deterministic = torch.are_deterministic_algorithms_enabled()
         for name in ours:
             del sys.modules[name]
-        # Assertion rewriting and the plugins' garbage collection are off. Each would take longer than most of these
-        # tests.
+        # Switch off assertion rewriting and the plugins that collect garbage. Each would take longer than most of the
+        # tests that this function runs.
         plugins = "unraisableexception", "threadexception", "faulthandler", "cacheprovider", "xdist"
         words = *words, "-qx", "--assert=plain", f"--basetemp={tmp_path / 'tmp'}", "-c", root / "pyproject.toml"
         words += tuple(f"-pno:{name}" for name in plugins)

@@ -55,7 +55,7 @@ def kill(processes):
 def log(folder):
     """Return {step: loss} of a log's complete lines. Raise AssertionError if a step is missing or repeated."""
     path = folder / "log.jsonl"
-    lines = path.read_text().split("\n")[1:-1] if path.exists() else []  # the first line of a log describes the run
+    lines = path.read_text().split("\n")[1:-1] if path.exists() else []  # skip the header and an incomplete last line
     found = {record["step"]: record["loss"] for record in map(json.loads, lines)}
     assert list(found) == list(range(len(lines))), f"the log misses or repeats a step: {list(found)}"
     return found

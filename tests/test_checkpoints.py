@@ -21,7 +21,7 @@ from conftest import EAGER, LONG, ROOT, RUNGS, STEP, SUMMARY, TRAIN, load, nano,
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 SIZES = ["--model", "nano", "--seq-len", 32, "--batch-size", 2, "--total-batch-size", 128]
-SIZES += ["--data", ROOT / "README.md"]  # any text will do; a short text is tokenized quickly
+SIZES += ["--data", ROOT / "README.md"]  # a short text, which is tokenized quickly
 SCHEDULE = ["--warmup-steps", 10, "--eval-every", 1000]  # flags that only pretrain/train.py has
 pytestmark = pytest.mark.usefixtures("no_evaluation")
 SAVING = since(LONG, among=list(RUNGS))
@@ -152,7 +152,7 @@ def full_disk():
 def test_save_writes_a_whole_file_or_fails_before_training_if_it_can(tmp_path, script, refused, monkeypatch):
     words = "--device", "cpu", *SIZES, "--steps", 2, *SCHEDULE * (script == TRAIN)
     (tmp_path / "file").touch()
-    os.mkfifo(tmp_path / "pipe")  # like /dev/null, not a regular file: --save must reject it
+    os.mkfifo(tmp_path / "pipe")  # --save must reject a pipe: like /dev/null, it is not a regular file
     path = tmp_path / "weights.pt"
     path.write_text("of an earlier run")
     before = names(tmp_path)
@@ -165,7 +165,7 @@ def test_save_writes_a_whole_file_or_fails_before_training_if_it_can(tmp_path, s
     finally:
         end()
     assert "median of steps" in printed
-    monkeypatch.setattr(load(script).DataLoaderLite, "next_batch", killed)  # as if by Ctrl-C
+    monkeypatch.setattr(load(script).DataLoaderLite, "next_batch", killed)  # simulates Ctrl-C
     with pytest.raises(KeyboardInterrupt):
         train(2, "--save", path, script=script)
     assert names(tmp_path) == before and path.read_text() == "of an earlier run"
@@ -351,7 +351,7 @@ def test_a_log_without_the_steps_of_the_checkpoint_is_refused_unchanged(saved, t
         log.write_text(left)
         no_start("--checkpoint-dir", saved, "--resume", "--log-file", log.name, says="log.jsonl is not the log of this")
         assert log.read_text() == left
-    train(7, "--checkpoint-dir", saved, "--resume")  # a run resumes without its log, which can be restored later
+    train(7, "--checkpoint-dir", saved, "--resume")  # without --log-file, the damaged log is not read
     log.write_text(whole)
     train(8, "--checkpoint-dir", saved, "--resume", "--log-file", log.name)
     assert [record["step"] for record in records(log)] == [*range(6), 7]
@@ -460,7 +460,7 @@ def test_a_kill_while_saving_loses_only_that_checkpoint(saved, undisturbed, tmp_
     def cut(state, file):
         file.write(pickle.dumps(state["step"]))
         file.flush()
-        shutil.copytree(saved, at_the_kill)  # the state after a kill: the file is neither renamed nor removed
+        shutil.copytree(saved, at_the_kill)  # the state after a kill: a partial file remains
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

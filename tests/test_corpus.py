@@ -255,7 +255,7 @@ def damaged(name, data):
     if name == "no tokens":
         return public([])
     if name == "another magic number":
-        return public(range(3000), magic=20240801)  # llm.c's number for the Llama 3 vocabulary
+        return public(range(3000), magic=20240801)  # llm.c's magic number for the Llama 3 vocabulary
     if name == "another version":
         return public(range(3000), version=2)
     if name == "another vocabulary":
@@ -301,7 +301,7 @@ def test_a_shard_that_is_not_whole_is_refused_by_name(name, tmp_path, refused):
 def test_shards_without_train_or_val_in_their_names_are_refused(names, tmp_path, refused):
     for name in names:
         write_shard(tmp_path / f"{name}.bin", np.arange(3000))
-    words = "--data", tmp_path, "--steps", 1, "--total-batch-size", 512  # keeps the test short if the run does start
+    words = "--data", tmp_path, "--steps", 1, "--total-batch-size", 512  # keeps a run that is not rejected short
     refused(TRAIN, *words, says=rf"{re.escape(str(tmp_path))}: \d shards match .* both")
 
 

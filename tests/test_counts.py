@@ -146,7 +146,7 @@ def test_the_kernels_of_a_step_are_those_that_the_profiler_sees(step, monkeypatc
     counted["aten::add"] += counted.pop("aten::add_")
     seen, others = Counter(), set()
     for event in profiler.events():
-        names = []  # the operation and its callers; an operation inside a counted one is skipped
+        names = []  # the operation and its callers; skip it if a caller is counted
         while event:
             names.append("aten::add" if event.name == "aten::add_" else event.name)
             event = event.cpu_parent
@@ -191,7 +191,7 @@ def test_what_the_compiler_fuses_is_fewer_kernels_and_fewer_bytes_and_the_same_t
     assert table in {kernel.bytes for kernel in compiled if "embedding_dense_backward" in kernel.name}
     assert max(kernel.bytes for kernel in compiled if "embedding_native" in kernel.name) < table / 10
     counts.SCHEDULES.clear()
-    torch.use_deterministic_algorithms(True)  # a script that ran on the CPU leaves this on
+    torch.use_deterministic_algorithms(True)  # a CPU run leaves this on; it must not change the counts
     try:
         assert counts.step(RUNGS["05"], "nano", B, T) == step("05")
         assert torch.are_deterministic_algorithms_enabled()
@@ -216,7 +216,7 @@ def test_a_card_is_one_of_the_table_or_what_roof_py_printed(tmp_path):
     assert floor.Card.read("4090") == floor.Card.read("RTX 4090") == floor.Card.read("rtx 4090")
     roof = tmp_path / "roof.json"
     roof.write_text(json.dumps({"ceilings_tflops": {"float32": 1.5}, "copy_gb_per_s": 20, "matmul": []}))
-    for precision in ("float32", "tf32", "bf16"):  # without other peaks, the float32 peak is used
+    for precision in ("float32", "tf32", "bf16"):  # roof.json has only a float32 peak, which is used for all
         assert floor.Card.read(str(roof)).floor_ms({floor.Kernel("mm", "", precision, 3 * 10**9, 0): 1}) == (2, 0)
     for wrong in ({"ceilings_tflops": []}, {"copy_gb_per_s": 0}, {"copy_gb_per_s": None}, {"ceilings_tflops": {}}):
         roof.write_text(json.dumps({"ceilings_tflops": {"float32": 1.5}, "copy_gb_per_s": 20} | wrong))
@@ -299,7 +299,7 @@ def test_the_picture_has_the_three_counts_of_every_rung_and_apart_from_them_what
 
 @pytest.mark.parametrize("number", EAGER + COMPILED)
 def test_the_committed_counts_match_the_scripts(number):
-    """A new count matches results/counts.json. The test is skipped if the file's torch version differs."""
+    """A new count matches results/counts.json. The test is skipped if the file is from a different torch version."""
     data = json.loads((ROOT / "results" / "counts.json").read_text())
     if data["torch"] != torch.__version__.partition("+")[0]:
         pytest.skip(f"counted with torch {data['torch']}")

@@ -49,7 +49,7 @@ def test_a_ceiling_is_operations_over_seconds(monkeypatch):
     found = roof.measure(config, tokens=64, device=torch.device("cpu"))
     row = next(row for row in found["matmul"] if (row["precision"], row["name"]) == ("float32", "lm_head"))
     assert row["shape"] == (64, 32, 100) and row["tflops"] == pytest.approx(2 * 64 * 32 * 100 / 0.5 / 1e12, rel=1e-3)
-    assert found["ceilings_tflops"]["float32"] == pytest.approx(2 * 2048**3 / 0.5 / 1e12, rel=1e-3)  # 2048 × 2048
+    assert found["ceilings_tflops"]["float32"] == pytest.approx(2 * 2048**3 / 0.5 / 1e12, rel=1e-3)  # 2048-cubed matmul
     assert found["copy_gb_per_s"] == pytest.approx(2 * 2**28 / 0.5 / 1e9, rel=1e-3)  # each byte is read and written
 
 
@@ -211,7 +211,7 @@ def test_operations_of_a_cpu_are_grouped_by_the_time_spent_in_themselves():
         span("graph_0_cpp_fused__to_copy_add_native_layer_norm_2", 5500, 500),
         span("Optimizer.step#AdamW.step", 8000, 1500, "user_annotation"),
         span("aten::mul_", 8500, 500),
-        span("aten::mm", 20_000, 5000),  # after the last step
+        span("aten::mm", 20_000, 5000),  # after the last step: not counted
     ]
     assert kernels.grouped(*kernels.in_steps(step)) == {
         "matmul": 2.0,
@@ -248,7 +248,7 @@ def test_kernels_of_a_gpu_are_grouped_by_their_name_and_by_what_launched_them():
         )
         start += length
     events.append(span("Memcpy HtoD (Pinned -> Device)", 19_000, 50, "gpu_memcpy"))
-    events.append(span("ProfilerStep#1", 10_000, 3_000, "gpu_user_annotation"))  # the same step, recorded on the GPU
+    events.append(span("ProfilerStep#1", 10_000, 3_000, "gpu_user_annotation"))  # not a third step
     found = kernels.grouped(*kernels.in_steps(events))
     assert found == {  # ms per step, averaged over two steps
         "matmul": 0.5,
@@ -326,7 +326,7 @@ def test_a_kernel_is_in_its_group(kind):
         (["aten::_scaled_dot_product_flash_attention", "void pytorch_flash::flash_fwd_kernel<64>"], "flash"),
         (["aten::_scaled_dot_product_flash_attention_for_cpu"], "flash"),
         (["aten::_scaled_dot_product_cudnn_attention", NAMES["attention"].split()[0]], "cuDNN"),
-        ([NAMES["attention"].split()[0]], "cuDNN"),  # a CUDA graph's profile lists no operations
+        ([NAMES["attention"].split()[0]], "cuDNN"),  # the profile of a CUDA graph lists kernels but no operations
         (["aten::_efficient_attention_forward", "fmha_cutlassF_f16_aligned_64x64_rf_sm75"], "memory-efficient"),
         (["aten::_scaled_dot_product_attention_math", "aten::bmm"], "math"),
         (["aten::bmm", "aten::_softmax"], "written out"),
@@ -385,7 +385,8 @@ def test_on_a_gpu_a_profile_finds_the_kernels_of_the_runs_before_it(gpu, monkeyp
         with made_up_gpu() if gpu else contextlib.nullcontext(), pytest.raises(SystemExit, match="at least 9 steps"):
             kernels.profile(str(tmp_path / "script.py"))
         assert cpp.enable_kernel_profile == (not gpu)
-        # The settings are part of Inductor's cache key, so changed settings would not find the cached kernels.
+        # With a GPU, the settings must not change: they are part of Inductor's cache key, so no cached kernel would
+        # be found.
         assert (torch._inductor.config.save_config_portable() == before) == gpu
 
 

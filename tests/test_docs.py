@@ -413,7 +413,7 @@ def test_a_gpus_result_comes_first_also_with_failed_runs_and_no_peak(made_up):
     pages = [BeautifulSoup((folder / page).read_text(encoding="utf-8"), "html.parser") for page in RUNG_PAGES]
     assert [result["data-result"] for result in pages[0].select(".result")] == ["made-up", *RESULTS]
     for script, page in zip(SCRIPTS, pages, strict=True):
-        if script != "ddp_run.py":  # RUNGS lacks the new rung, which now precedes ddp_run.py
+        if script != "ddp_run.py":  # the new rung, which RUNGS lacks, now precedes it
             check_findings(page, script, "made-up", data)
     assert "A pass failed: the first pass failed" in pages[1].text
     said = "Predicted on 2026-11-23 for NVIDIA H200, B {}, T 1024: {} ms per step; measured: {} ms, {}."
@@ -506,7 +506,7 @@ def tab(browser, base):
         page, wrong = context.new_page(), []
         page.on("console", lambda message: message.type in ("error", "warning") and wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        left = "net::ERR_ABORTED"  # the test left the page before the request finished
+        left = "net::ERR_ABORTED"  # not an error: the test left the page before the request finished
         page.on("requestfailed", lambda request: request.failure == left or wrong.append(request.url))
         page.on("request", lambda request: request.url.startswith((base, "blob:")) or wrong.append(request.url))
         page.on("response", lambda response: response.status < 400 or wrong.append(response.url))
@@ -551,7 +551,7 @@ def test_the_picture_is_the_one_for_the_window(tab, base):
         sizes = tab.locator(".plots figure:visible svg text").evaluate_all(
             "texts => texts.map(text => text.getBoundingClientRect().height)"
         )
-        assert min(sizes) >= 9  # pixels, which is large enough to read
+        assert min(sizes) >= 9  # pixels; smaller text would be hard to read
 
 
 @browsing
@@ -711,7 +711,7 @@ def test_search_finds_a_rung(tab, base, words, script):
 @browsing
 def test_any_two_scripts_can_be_compared(tab, base):
     tab.goto(base + "compare.html")
-    tab.locator("select[name=before]").select_option(docs.title(SCRIPTS[10]))  # the form must swap them
+    tab.locator("select[name=before]").select_option(docs.title(SCRIPTS[10]))  # later script: the form must swap
     tab.locator("select[name=after]").select_option(docs.title(SCRIPTS[0]))
     tab.get_by_role("button", name="Compare").click()
     tab.wait_for_url(base + docs.pair_page("baseline.py", "speedup_10_fused_adamw.py"))

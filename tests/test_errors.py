@@ -171,8 +171,8 @@ def test_out_of_memory_is_one_line_wherever_it_comes_from(script, source, monkey
 def test_out_of_memory_in_the_compiler_is_reported_as_out_of_memory(script, source, monkeypatch):
     """An out-of-memory error during compilation is reported as out of memory.
 
-    Other errors are reported as compile failures. Inductor runs candidate kernels on the GPU. If a kernel runs out of
-    memory, Inductor raises a compiler error.
+    Inductor runs candidate kernels on the GPU. If a kernel runs out of memory, Inductor raises a compiler error. Other
+    errors during compilation are reported as compile failures.
     """
     error = OUT_OF_MEMORY[source] if source else NotImplementedError("no such kernel")
     monkeypatch.setattr("torch._inductor.graph.GraphLowering.compile_to_module", fail_with(error))

@@ -52,7 +52,7 @@ def test_an_exported_model_has_the_same_logits_and_gpt2s_tokenizer(trained, expo
     with torch.no_grad():
         theirs = hf(idx).logits
         torch.testing.assert_close(theirs, ours(idx)[..., :50257], atol=1e-5, rtol=1e-5)
-        assert torch.equal(hf.train()(idx).logits, theirs)  # no dropout in training mode
+        assert torch.equal(hf.train()(idx).logits, theirs)  # hf.train() applies no dropout
     assert theirs.shape[-1] == 50257 and theirs.std() > 0.1
     assert all((exported / name).exists() for name in ("model.safetensors", "vocab.json", "merges.txt"))
     tokenizer = AutoTokenizer.from_pretrained(exported)
@@ -243,5 +243,5 @@ def test_a_sample_is_what_its_seed_says():
     assert one.shape == (len(prompt) + 32,) and one[: len(prompt)].tolist() == prompt and one.max() < 50257
     # Each token must be among the model's 50 most likely tokens at that position.
     for i in range(len(prompt), len(one)):
-        assert one[i] in model(one[None, :i])[0, -1, :50257].topk(51).indices  # 51 because rounding may swap two ranks
+        assert one[i] in model(one[None, :i])[0, -1, :50257].topk(51).indices  # 51: rounding may swap 50th and 51st
     assert len(set(one[len(prompt) :].tolist())) > 5

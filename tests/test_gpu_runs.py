@@ -45,7 +45,8 @@ def test_between_micro_steps_only_the_copies_of_a_batch_wait(run, tmp_path, meas
         return done.stderr.count("called a synchronizing CUDA operation")
 
     found = waits(8), waits(1)
-    # Python waits for the copies of x and y in each micro-step, and for the loss and the norm once per step.
+    # Python waits for the copies of x and y in each micro-step, and for the loss and the norm once per step. Each of
+    # the 7 additional micro-steps in each of the 3 steps therefore adds 2 waits.
     assert found[0] == found[1] + 3 * 7 * 2 and found[1] > 0
     measured(f"{found[0]} waits in 3 steps of 8 micro-steps, {found[1]} in 3 of one")
 

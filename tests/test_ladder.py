@@ -140,7 +140,7 @@ MAIN = {"baseline.py": 45, "ddp_run.py": 90, LONG: 90, "branches/fsdp_run.py": 9
 
 @pytest.mark.parametrize("script", RUNGS)
 def test_main_tells_the_story_and_no_other_function_is_long(script):
-    """Functions do not exceed their line limits. The only check in main() is that the loss is finite."""
+    """Functions do not exceed their line limits. Except in train.py, main() checks only that the loss is finite."""
     tree = ast.parse(source(script))
     lines = {
         node.name: node.end_lineno - node.lineno + 1 for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
@@ -308,7 +308,7 @@ def test_a_script_is_short_and_runs_alone(script):
         names += [node.module] if isinstance(node, ast.ImportFrom) else []
         for name in names:
             if name == "transformers":
-                assert node not in tree.body  # only inside GPT.from_pretrained
+                assert node not in tree.body  # not at the top level; GPT.from_pretrained imports it
             else:
                 assert name.split(".")[0] in used, name
 
