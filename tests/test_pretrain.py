@@ -333,7 +333,7 @@ def test_everything_stays_compiled(run, small, arguments, tmp_path, ranks):
         graphs, dynamic, breaks = json.loads((tmp_path / str(rank)).read_text())
         assert graphs[0] == 3 and len(graphs) == 4  # all graphs but the training graph exist before the first step
         assert graphs[1] == graphs[2] == graphs[3] > 3 and not dynamic and breaks == {}
-        assert graphs[1] == 4 or ranks  # torch.compile splits the graph at DDP's gradient buckets
+        assert graphs[1] == 4 or ranks  # with DDP, torch.compile splits the training graph at gradient buckets
 
 
 @pytest.mark.gpu
