@@ -193,7 +193,7 @@ def in_page(svg):
     text = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("fill: #ffffff", "fill: none")
     # Styles are removed, because they would affect the whole page.
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # these ids would not be unique on a page
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # remove these ids, which would not be unique on a page
     return re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
 
 

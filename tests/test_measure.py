@@ -719,7 +719,7 @@ def test_what_a_budget_is_spent_on_first_is_worth_most(in_process, runs, expecte
 
 
 def test_every_first_pass_compiles_with_nothing_in_the_cache_and_no_other(in_process, tmp_path):
-    (tmp_path / "out-cache" / "baseline_py" / "kernels").mkdir(parents=True)  # left by an earlier measurement
+    (tmp_path / "out-cache" / "baseline_py" / "kernels").mkdir(parents=True)  # left by an earlier run: must not be used
     data = in_process.call("--repeat", 2, "--profile", cut=30)
     data = in_process.call("--repeat", 2, "--profile")
     assert [[run["cold"] for run in row["runs"]] for row in data["rows"]] == [[True, False]] * 12

@@ -198,7 +198,7 @@ def test_a_restarted_run_leaves_nothing_of_the_first_try(monkeypatch, tmp_path):
 def test_a_run_that_is_all_warm_up_is_said_to_be(monkeypatch, capsys, steps, warns):
     """The header warns if all steps are warm-up.
 
-    For example, the learning rate of a 60-step run with 715 warm-up steps stays too low.
+    In such a run, for example 60 steps with 715 warm-up steps, the learning rate stays too low.
     """
     monkeypatch.setattr("sys.argv", ["train.py", "--device", "cpu", "--steps", str(steps), "--warmup-steps", "20"])
     train.print_header(train.parse_args(), nano(TRAIN), train.DataLoaderLite(ROOT / "README.md", 1, 8))
