@@ -15,7 +15,10 @@ from ladder import ROOT, code_diff, read_ladder, split
 
 
 def show(rung):
-    """Return a rung's docstring and diff, with the line numbers of the files. Raises OSError or ValueError."""
+    """Return a rung's docstring and its diff, with line numbers that count from the start of each file.
+
+    Raises OSError or ValueError.
+    """
     before, after = (split((ROOT / file).read_text(encoding="utf-8"))[0] for file in (rung.before, rung.file))
     old, new = before.count("\n"), after.count("\n")
     options = ["--color=never"]
@@ -44,7 +47,7 @@ def main():
     sys.stdout.reconfigure(encoding="utf-8")
     try:
         print(text, end="", flush=True)
-    except BrokenPipeError:  # a program such as `head` has closed the pipe
+    except BrokenPipeError:  # a program such as `head` has closed the pipe, so discard the remaining output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -85,7 +85,7 @@ def plan(source, edit, before, down, came_from=None, waiting=False):
     """Yield (adjacent script, script, state, merged code) for each script that the edit reaches.
 
     The edit reaches the script through the adjacent script. The state is a key of SAYS. `waiting` is True if a conflict
-    blocks the edit.
+    in `source`, or in a script between the edited script and `source`, blocks the edit.
     """
     neighbours = [before[source]] if down and before[source] else []
     neighbours += [script for script in before if before[script] == source]
@@ -98,7 +98,7 @@ def plan(source, edit, before, down, came_from=None, waiting=False):
             state = "marked"
         elif merged == now:
             state = "same"
-        elif now != head:  # mended: the edit conflicts with HEAD, and the file already contains the rest of the edit
+        elif now != head:  # mended: the edit conflicts with HEAD, and the file already has what merges cleanly
             mended = merge(script, head, edit)[1] and merge(script, now, edit, "--ours")[0] == now
             state = "mended" if mended else "own"
         elif waiting:
@@ -112,9 +112,9 @@ def plan(source, edit, before, down, came_from=None, waiting=False):
 
 
 def propagate(name, down, check):
-    """Carry a script's edit, or list the files that lag behind if `check` is set. Return whether work remains.
+    """Carry a script's edit into the scripts that it reaches, and return whether work remains.
 
-    Raises OSError or ValueError.
+    If `check` is set, only list the state of these scripts. Raises OSError or ValueError.
     """
     before = {rung.file: rung.before for rung in read_ladder()}
     file = name if name in before else Path(os.path.relpath(name, ROOT)).as_posix()
@@ -156,7 +156,7 @@ def propagate(name, down, check):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("file", metavar="FILE", help="a script of the ladder")
     parser.add_argument("--down", action="store_true", help="carry the edit into the earlier files as well")
     parser.add_argument("--check", action="store_true", help="only list the files that lag behind")

@@ -95,7 +95,7 @@ def highlighted(source):
     return [tuple(line) for line in lines]
 
 
-@cache  # most lines appear in many diffs
+@cache  # saves time, because most lines appear in many diffs
 def paint(tokens, marked=frozenset()):
     """Return a line's tokens as HTML, with the marked characters in separate spans."""
     html, start = Markup(), 0
@@ -193,7 +193,7 @@ def in_page(svg):
     text = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("fill: #ffffff", "fill: none")
     # Styles are removed, because they would affect the whole page.
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # these ids would not be unique on a page
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # remove these ids, which would not be unique on a page
     return re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
 
 
@@ -331,7 +331,7 @@ class Site:
         both, rows = [steps[script] for script in names], {}
         for what, unit, place in (("FLOPs", "TFLOP", 0), ("bytes moved", "GB", 1), ("kernels", "", 2)):
             rows[what] = [floor.totals(step)[place] for step in both], unit
-        least = 0.01 * rows["bytes moved"][0][0]  # leave out smaller changes
+        least = 0.01 * rows["bytes moved"][0][0]  # leave out the kernel groups whose bytes change by less
         for kind in render.GROUPS:
             moved = [floor.totals(step, kind)[1] for step in both]
             if max(moved) - min(moved) >= least or len(both) == 1 and moved[0]:
@@ -478,7 +478,7 @@ def build(target=SITE):
             text = path.read_text(encoding="utf-8").replace(LATER, site.diff(before, after))
             path.write_text(text, encoding="utf-8")
         search_from_disk(folder / "site")
-        (folder / "site" / "404.html").unlink()  # this page would load its style sheet from the server's root
+        (folder / "site" / "404.html").unlink()  # it loads a style sheet from the server's root, not the site's
         (folder / "site" / ".nojekyll").touch()  # tells GitHub Pages to serve the folder as it is
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(folder / "site", target)

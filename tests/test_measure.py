@@ -146,7 +146,7 @@ def test_a_failed_rung_is_a_row_with_its_error():
     "status, errors, said",
     [
         (1, "Traceback\n  ...\nValueError: why\n", "ValueError: why"),
-        # torchrun's report follows the script's error
+        # the expected message is the script's error, although torchrun's report follows it
         (1, "x.py: error: no compiler\n=====\nroot cause\n", "x.py: error: no compiler"),
         (-9, "half a line", "killed by SIGKILL"),
         (3, "", "status 3"),
@@ -245,12 +245,12 @@ def rung_10(updates):
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
     done = updates("measure/peers.py", peer, **EAGER if peer == "trainer" else {})  # compiling one peer is enough
-    assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # differ slightly due to 47 padding rows and bf16
+    assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # padding rows and bf16 change the losses slightly
     assert rung_10.losses[-1] < rung_10.losses[0] - 0.05
     for (theirs, their_norm), (ours, our_norm) in zip(done.updates, rung_10.updates, strict=True):
         ours[1][-1] -= 47 * 32  # the padding rows are in the group with weight decay
         assert theirs[0] == pytest.approx(ours[0]) and theirs[1] == pytest.approx(ours[1])
-        assert their_norm == pytest.approx(our_norm, rel=1e-2) == pytest.approx(1, rel=1e-2)  # clipped
+        assert their_norm == pytest.approx(our_norm, rel=1e-2) == pytest.approx(1, rel=1e-2)  # clipped to 1
         ours[1][-1] += 47 * 32
 
 
@@ -301,7 +301,8 @@ def watched():
 @pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
 def test_a_peers_step_is_timed_with_its_batch(peer, watched):
     steps = "".join(f"{event} " for event in watched(peer)[0] if event != "compile").split("clock ")[1::2]
-    if peer == "trainer":  # Trainer prefetches one batch, so the first step fetches two. At the end, it logs the run.
+    # Trainer prefetches one batch, so the first step fetches two. It reads the clock again to log the run at the end.
+    if peer == "trainer":
         assert steps.pop() == "" and steps[0].startswith("next_batch ")
         steps[0] = steps[0].removeprefix("next_batch ")
     assert [sorted(step.split()) for step in steps] == 3 * [["backward", "forward", "next_batch", "step"]]
@@ -408,7 +409,7 @@ def test_the_rows_are_the_twelve_scripts_and_what_is_asked_for():
         ({"branches": True}, ladder + branches),
         ({"peers": True}, ladder + peers),
         ({"peers": True, "branches": True}, ladder + branches + peers),
-        ({"only": ["05", "06"]}, ladder[4:7]),  # with the previous rung
+        ({"only": ["05", "06"]}, ladder[4:7]),  # 04 is added as the previous rung of 05
         ({"only": ["baseline", "fp16"]}, [ladder[0], ladder[3], branches[1]]),
         ({"only": ["ddp"], "peers": True}, ladder[10:] + peers),
     ):
@@ -468,7 +469,7 @@ def made_up(tmp_path):
 
     def result(folder=None):
         (path,) = (folder or tmp_path / "results").glob("**/ladder.json")
-        return path, record.read(path)  # which validates the file
+        return path, record.read(path)  # record.read() also validates the file
 
     return SimpleNamespace(folder=tmp_path, call=call, order=order, result=result, on=on)
 
@@ -614,7 +615,7 @@ def in_process(monkeypatch, tmp_path):
         try:
             measure.main()
         except SystemExit as end:
-            if end.code != 0:  # 0: the budget is spent
+            if end.code != 0:  # status 0 means that the time budget is spent
                 raise
         finally:
             for number, handler in before.items():
@@ -703,7 +704,7 @@ def test_another_gpu_torch_or_cuda_is_another_measurement(in_process, monkeypatc
         (13, {"ladder": 12, "profile": 1}),
         (28, {"ladder": 12, "profile": 12, "batches": 4}),
         (34, {"ladder": 12, "profile": 12, "batches": 6, "peers": 4}),
-        (38, {"ladder": 12, "profile": 15, "batches": 6, "peers": 5}),  # every second pass reverses the order
+        (38, {"ladder": 12, "profile": 15, "batches": 6, "peers": 5}),  # the second pass, reversed, starts with a peer
         (53, {"ladder": 24, "profile": 15, "batches": 6, "peers": 8}),
     ],
 )
@@ -718,7 +719,7 @@ def test_what_a_budget_is_spent_on_first_is_worth_most(in_process, runs, expecte
 
 
 def test_every_first_pass_compiles_with_nothing_in_the_cache_and_no_other(in_process, tmp_path):
-    (tmp_path / "out-cache" / "baseline_py" / "kernels").mkdir(parents=True)  # left by an earlier measurement
+    (tmp_path / "out-cache" / "baseline_py" / "kernels").mkdir(parents=True)  # left by an earlier run: must not be used
     data = in_process.call("--repeat", 2, "--profile", cut=30)
     data = in_process.call("--repeat", 2, "--profile")
     assert [[run["cold"] for run in row["runs"]] for row in data["rows"]] == [[True, False]] * 12

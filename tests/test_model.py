@@ -129,7 +129,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_targets(script):
     nn.init.constant_(model.transformer.ln_f.weight, 10.0)
     torch.manual_seed(0)
     ids, targets = torch.randint(50257, (2, 3, 8))
-    targets[:, ::2] = torch.arange(3)[:, None]  # the loss must not ignore ids 0 to 2
+    targets[:, ::2] = torch.arange(3)[:, None]  # include ids 0 to 2, because the loss must not ignore them
     logits, loss = model(ids), model(ids, targets)
     assert logits.shape == (3, 8, model.config.vocab_size)
     chosen = torch.log_softmax(logits.double(), dim=-1).gather(-1, targets[..., None])
@@ -211,7 +211,7 @@ def test_the_loss_is_right_if_logits_are_far_below_zero_like_gpt2s(script, tmp_p
     """
 
     def lower(model):
-        model.transformer.wte.weight[:, 0] = 1.0  # one feature that every token shares
+        model.transformer.wte.weight[:, 0] = 1.0  # with the next line, this adds -60 to every logit
         model.transformer.ln_f.weight[0], model.transformer.ln_f.bias[0] = 0.0, -60.0
 
     folder, theirs = save_gpt2(tmp_path, lower)

@@ -198,7 +198,7 @@ def test_a_restarted_run_leaves_nothing_of_the_first_try(monkeypatch, tmp_path):
 def test_a_run_that_is_all_warm_up_is_said_to_be(monkeypatch, capsys, steps, warns):
     """The header warns if all steps are warm-up.
 
-    For example, the learning rate of a 60-step run with 715 warm-up steps stays too low.
+    In such a run, for example 60 steps with 715 warm-up steps, the learning rate stays too low.
     """
     monkeypatch.setattr("sys.argv", ["train.py", "--device", "cpu", "--steps", str(steps), "--warmup-steps", "20"])
     train.print_header(train.parse_args(), nano(TRAIN), train.DataLoaderLite(ROOT / "README.md", 1, 8))
@@ -333,7 +333,7 @@ def test_everything_stays_compiled(run, small, arguments, tmp_path, ranks):
         graphs, dynamic, breaks = json.loads((tmp_path / str(rank)).read_text())
         assert graphs[0] == 3 and len(graphs) == 4  # all graphs but the training graph exist before the first step
         assert graphs[1] == graphs[2] == graphs[3] > 3 and not dynamic and breaks == {}
-        assert graphs[1] == 4 or ranks  # torch.compile splits the graph at DDP's gradient buckets
+        assert graphs[1] == 4 or ranks  # with DDP, torch.compile splits the training graph at gradient buckets
 
 
 @pytest.mark.gpu

@@ -122,7 +122,7 @@ def test_files_above_a_conflict_wait_and_continue_after_it(clone):
     refused = clone.propagate("baseline.py")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert f"{SCRIPTS[6]} still has conflict markers: resolve them" in refused.stderr
-    clone.edit(SCRIPTS[6], f"<<<<<<< {SCRIPTS[6]}\n", "")  # partly resolved
+    clone.edit(SCRIPTS[6], f"<<<<<<< {SCRIPTS[6]}\n", "")  # resolved only in part: the other markers remain
     assert clone.propagate(SCRIPTS[6]).returncode == 2
     assert f"{SCRIPTS[6]}: has conflict markers" in clone.propagate("--check", "baseline.py").stdout
     start, end = marked.index("<<<<<<< "), marked.index(">>>>>>> ")

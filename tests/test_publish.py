@@ -53,7 +53,7 @@ def test_the_pages_and_their_figures_match_the_results(tmp_path):
         f"results/{name}"
         for name in re.findall(r"`results/([^/`]+)/` contains", (ROOT / "docs/pages/results.md").read_text())
     ]
-    assert shown  # other folders may contain a reader's own measurements
+    assert shown  # only these folders are tested: others may contain a reader's own measurements
     root = copy_project(tmp_path / "project")
     images = root / publish.IMAGES
     shutil.rmtree(images)
@@ -79,7 +79,7 @@ def test_the_pages_and_their_figures_match_the_results(tmp_path):
         {path.name: path.read_bytes() for path in folder.glob("*.svg")} for folder in (images, ROOT / publish.IMAGES)
     )
     assert drawn.keys() == kept.keys()
-    if sys.version_info >= (3, 11):  # older Python versions use a different matplotlib version
+    if sys.version_info >= (3, 11):  # figures may differ: older Python versions use a different matplotlib version
         assert drawn == kept, "make figures"
 
 

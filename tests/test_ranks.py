@@ -307,7 +307,7 @@ def test_two_machines_train_stop_and_resume_as_one(calm, agents, tmp_path):
     texts = [agent.communicate(timeout=200)[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], texts
     steps = [(m["step"], m["loss"], m["norm"]) for m in STEP.finditer("".join(texts))]
-    assert steps == calm  # only rank 0 prints
+    assert steps == calm  # the joined output lists each step once, because only rank 0 prints
 
     shutil.rmtree(tmp_path / "saved")
     words = "--steps", 10000, "--log-file", tmp_path / "log.jsonl"

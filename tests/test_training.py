@@ -45,7 +45,7 @@ SAVING = since(LONG, among=list(RUNGS))
 V100, T4, A100, H100 = (7, 0), (7, 5), (8, 0), (9, 0)  # compute capabilities
 WORK = {"synchronize", "next_batch", "zero_grad", "forward", "backward", "step"}
 
-TEXT = ROOT / "tests" / "data" / "published_curve.json"  # short, and independent of edits to the project
+TEXT = ROOT / "tests" / "data" / "published_curve.json"  # a short text that edits to the project do not change
 
 
 def train(script, steps, *args, batch=2, length=16, total=None, **options):
@@ -401,7 +401,7 @@ def rank(number, world_size=2):
         patch.setattr(dist, "init_device_mesh", lambda *args: None)
         patch.setattr(load(FSDP), "fully_shard", lambda part, mesh: part)  # no sharding: tensors stay whole
         patch.setattr(torch.Tensor, "full_tensor", lambda tensor: tensor, raising=False)
-        patch.setattr("sys.stdout", sys.stdout)  # restored later: main() silences all ranks but the first
+        patch.setattr("sys.stdout", sys.stdout)  # restores stdout at exit: main() silences ranks other than 0
         try:
             yield
         finally:
