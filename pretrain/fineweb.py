@@ -8,7 +8,7 @@ each document, and a document may continue in the next shard. If a run is killed
 continue.
 
 Shards have llm.c's format (https://github.com/karpathy/llm.c): a header of 256 int32 values, then the tokens as uint16.
-Both are little-endian. The header begins with the magic number 20240520, the version number 1 and the number of tokens.
+All values are little-endian. The header begins with the magic number 20240520, the version number 1 and the number of tokens.
 The first shard is named *_val_* and is for validation. The remaining shards are named *_train_*. A .sha256 file next to
 each shard stores its checksum in sha256sum's format.
 """
@@ -121,7 +121,7 @@ def open_rows(files, columns, dataset=None, **config):
     os.environ |= quiet | {"HF_HUB_VERBOSITY": "error"}  # otherwise, each retry prints a warning
     from datasets import IterableDataset, load_dataset, logging
 
-    def whole_texts():  # load_dataset would translate line endings
+    def whole_texts():  # instead of load_dataset, which would change line endings
         for file in files:
             try:
                 yield {columns[0]: Path(file).read_bytes().decode("utf-8")}
