@@ -8,7 +8,7 @@ each document, and a document may continue in the next shard. If a run is killed
 continue.
 
 Shards have llm.c's format (https://github.com/karpathy/llm.c): a header of 256 int32 values, then the tokens as uint16.
-All values are little-endian. The header begins with the magic number 20240520, the version number 1 and the number of tokens.
+Both are little-endian. The header begins with the magic number 20240520, the version number 1 and the number of tokens.
 The first shard is named *_val_* and is for validation. The remaining shards are named *_train_*. A .sha256 file next to
 each shard stores its checksum in sha256sum's format.
 """
