@@ -4,8 +4,8 @@ Both layers store one vector per token, so they can share one matrix (Press & Wo
 reduces the number of parameters from 163,037,184 to 124,439,808, which saves 24% of the memory for weights, gradients
 and AdamW's two moments.
 
-When it does not help: the step time hardly changes. The matmuls keep their sizes, and only the optimizer has fewer
-weights to update.
+When it does not help: if memory is not scarce, little is gained. The step time hardly changes: the matmuls keep their
+sizes, and only the optimizer has fewer weights to update.
 
     make diff-01    shows what this file changes
 """
@@ -270,7 +270,7 @@ def exit_message(error):
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # parsed again, to get B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
+    elif isinstance(error, OSError) and not error.filename:  # stdout is broken; discard what Python would write at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error

@@ -5,9 +5,9 @@ sums and all values in memory stay in float32. According to NVIDIA's data sheet,
 TF32 as in float32 (156 and 19.5 TFLOP/s). The speed-up of a whole step is smaller, because much of the step time is
 spent moving data.
 
-When it does not help: GeForce RTX 30 and 40 GPUs may gain little. According to NVIDIA, their TF32 and float32 peaks are
-the same. This script prints a message and uses float32 on NVIDIA GPUs below compute capability 8.0, on Apple and Intel
-GPUs, and on CPUs.
+When it does not help: on GeForce RTX 30 and 40 GPUs, the gain may be small. According to NVIDIA, the TF32 and float32
+peaks of these GPUs are the same. This script prints a message and uses float32 on NVIDIA GPUs below compute capability
+8.0, on Apple and Intel GPUs, and on CPUs.
 
     make diff-02    shows what this file changes
 """
@@ -276,7 +276,7 @@ def exit_message(error):
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # parsed again, to get B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
+    elif isinstance(error, OSError) and not error.filename:  # stdout is broken; discard what Python would write at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error

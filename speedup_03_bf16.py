@@ -7,8 +7,8 @@ matmul then reads and writes half as many bytes. According to NVIDIA's data shee
 in bf16 as in TF32 (312 and 156 TFLOP/s). Weights, their gradients, the residual stream, LayerNorm and the loss stay in
 float32.
 
-When it does not help: NVIDIA GPUs below compute capability 8.0 and many CPUs only emulate bf16. This script uses bf16
-on newer NVIDIA GPUs and on CPUs with AVX-512. On other devices, it prints a message and keeps the precision of rung 02.
+When it does not help: bf16 is only emulated on NVIDIA GPUs below compute capability 8.0 and many CPUs. This script uses
+bf16 on newer NVIDIA GPUs and CPUs with AVX-512. On other devices, it prints a message and keeps rung 02's precision.
 
     make diff-03    shows what this file changes
 """
@@ -281,7 +281,7 @@ def exit_message(error):
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # parsed again, to get B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
+    elif isinstance(error, OSError) and not error.filename:  # stdout is broken; discard what Python would write at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error

@@ -5,8 +5,8 @@ the stream grow with the depth of the model. To prevent this, GPT-2 divides the 
 to the stream by sqrt(2 * n_layer) (Radford et al. 2019, section 2.3). With 12 layers, these weights start with a
 standard deviation of 0.02 / sqrt(24), about 0.004. This lowers nano's initial loss on a CPU from 10.83 to 10.80.
 
-When it does not help: the step time does not fall. With --init-from, the change has no effect, because the loaded
-weights replace the initial weights.
+When it does not help: with --init-from, the change has no effect, because the loaded weights replace the initial
+weights. The change does not reduce the step time.
 
     make diff-04    shows what this file changes
 """
@@ -282,7 +282,7 @@ def exit_message(error):
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # parsed again, to get B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
+    elif isinstance(error, OSError) and not error.filename:  # stdout is broken; discard what Python would write at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error

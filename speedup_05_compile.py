@@ -7,7 +7,7 @@ overhead. The forward and the backward pass are compiled; the optimizer still ru
 compiler on a CPU, or a C compiler on an NVIDIA GPU. --compile-mode reduce-overhead records the kernels as a CUDA graph
 and replays them without Python; max-autotune also times several kernels for each matmul and uses the fastest.
 
-When it does not help: short runs take longer, because step 0 includes compilation.
+When it does not help: in a short run, the total time increases, because step 0 includes compilation.
 
     make diff-05    shows what this file changes
 """
@@ -288,7 +288,7 @@ def exit_message(error):
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
+    elif isinstance(error, OSError) and not error.filename:  # stdout is broken; discard what Python would write at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error

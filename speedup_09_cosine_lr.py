@@ -5,8 +5,8 @@ and rises over 10 steps. This allows a peak of 6e-4, twice the rate of rung 08. 
 same peak, but with batches of 0.5M tokens instead of 4,096. The cosine then lowers the rate to about a tenth of the
 peak by the last step. The smaller updates average out noise between batches.
 
-When it does not help: the step time does not fall. The schedule depends on --steps, so step 20 of 50 has a lower
-learning rate than step 20 of 300.
+When it does not help: if speed is the goal, a schedule does not help. It also depends on --steps: step 20 of 50 has a
+lower learning rate than step 20 of 300.
 
     make diff-09    shows what this file changes
 """
@@ -131,7 +131,7 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        wte = state["transformer.wte.weight"]  # padding with zeros would give logits of 0, above GPT-2's negative ones
+        wte = state["transformer.wte.weight"]  # pad with the mean: zeros give logits of 0, above GPT-2's negative ones
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -298,7 +298,7 @@ def exit_message(error):
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
+    elif isinstance(error, OSError) and not error.filename:  # stdout is broken; discard what Python would write at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error

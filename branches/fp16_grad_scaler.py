@@ -4,10 +4,10 @@ fp16 has 10 mantissa bits, three more than bf16, but only 5 exponent bits. Its l
 positive value is 6e-8, so small gradients would become zero in the backward pass. The scaler therefore multiplies the
 loss by 65536 and later divides the weights' float32 gradients by the same factor. If a gradient overflows, the scaler
 skips the step and halves the factor (Micikevicius et al. 2018). Clipping (rung 08) must follow the division, so this
-script includes it to show the order.
+script includes clipping to show the order.
 
-When it does not help: GPUs with bf16 do not need fp16. Their tensor cores are as fast in bf16 as in fp16, and bf16
-needs no scaler.
+When it does not help: on GPUs with bf16, fp16 is unnecessary. Their tensor cores are as fast in bf16 as in fp16, and
+bf16 needs no scaler.
 
     make diff-fp16    shows what this file changes
 """
@@ -285,7 +285,7 @@ def exit_message(error):
     if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
         args = parse_args()  # parsed again, to get B and T
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
+    elif isinstance(error, OSError) and not error.filename:  # stdout is broken; discard what Python would write at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
         raise error

@@ -23,7 +23,7 @@ def to_hf(model):
     c = model.config
     shape = {"n_positions": c.block_size, "n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
     hf = GPT2LMHeadModel(GPT2Config(vocab_size=50257, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **shape))
-    conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # transformers stores (in, out), nn.Linear (out, in)
+    conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (out, in); transformers expects (in, out)
     state = {name: w.t() if name.endswith(conv1d) else w for name, w in model.state_dict().items()}
     for name in ("transformer.wte.weight", "lm_head.weight"):
         state[name] = state[name][:50257]

@@ -121,7 +121,7 @@ def open_rows(files, columns, dataset=None, **config):
     os.environ |= quiet | {"HF_HUB_VERBOSITY": "error"}  # otherwise, each retry prints a warning
     from datasets import IterableDataset, load_dataset, logging
 
-    def whole_texts():  # load_dataset would translate line endings
+    def whole_texts():  # instead of load_dataset, which would change line endings
         for file in files:
             try:
                 yield {columns[0]: Path(file).read_bytes().decode("utf-8")}

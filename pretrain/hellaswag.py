@@ -81,7 +81,7 @@ def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
 
 
 def main():
-    from checkpoint import explain, load_model, model_parser  # train.py imports this file and does not need them
+    from checkpoint import explain, load_model, model_parser  # not at the top: train.py imports this file without them
 
     parser = model_parser(__doc__)
     parser.add_argument("--data", default="Rowan/hellaswag", help="JSONL file or dataset, default Rowan/hellaswag")

@@ -1,11 +1,11 @@
 """A long unattended run: ddp_run.py plus checkpoints, --resume, signal handling and a log.
 
-If a run is killed, --resume continues from its latest checkpoint. On a CPU with one or two ranks, the losses then match
+If a run is killed, --resume continues from the latest checkpoint. On a CPU with one or two ranks, the losses then match
 the losses of an uninterrupted run to the last digit. A checkpoint contains the step, the position in the text, and
 three float32 numbers per parameter: its weight and AdamW's two moments. With 124M parameters, a checkpoint takes 1.5
 GB. After SIGINT or SIGTERM, a run with checkpoints finishes the current step, saves a checkpoint and exits.
 
-When it does not help: a run of a few minutes is easy to start again. Checkpoints do not reduce the step time.
+When it does not help: if a run takes a few minutes, you can start it again. Checkpoints do not reduce the step time.
 
     torchrun --standalone --nproc_per_node=2 pretrain/long_run.py --steps 5000 --checkpoint-dir runs/a --resume
     make diff-long    shows what this file changes
@@ -144,7 +144,7 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        wte = state["transformer.wte.weight"]  # padding with zeros would give logits of 0, above GPT-2's negative ones
+        wte = state["transformer.wte.weight"]  # pad with the mean: zeros give logits of 0, above GPT-2's negative ones
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -462,7 +462,7 @@ def exit_message(error):
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
+    elif isinstance(error, OSError) and not error.filename:  # stdout is broken; discard what Python would write at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # from Gloo
         text = f"rank {os.environ['RANK']}: {text}; if another rank failed, read its error instead"

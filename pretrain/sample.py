@@ -71,7 +71,7 @@ def main():
         )
         for text in texts[1:]:
             print(f"\n{tokenizer.decode(text, skip_special_tokens=True)}", flush=True)
-    except BrokenPipeError:  # a reader such as head has closed the pipe; Python would still write the rest at exit
+    except BrokenPipeError:  # a reader such as head has closed the pipe; discard what Python would write at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except RuntimeError as error:
         sys.exit(f"{parser.prog}: error: {explain(error, '--samples or --tokens')}")

@@ -3,10 +3,10 @@
 Each of these three evaluations runs forward passes of one fixed shape, so it can use the compiled model. Shorter inputs
 are padded at the end. This does not change the results, because no token attends to later tokens. Each evaluation is
 split among the ranks. With --checkpoint-dir, the script saves a checkpoint before each evaluation except the one at
-step 0. Resuming from this checkpoint repeats the evaluation. The defaults are for training GPT-2 124M on 10B tokens.
+step 0. Resuming from such a checkpoint repeats the evaluation. The defaults are for training GPT-2 124M on 10B tokens.
 
-When it does not help: if you only want to measure speed, use long_run.py. The step times that train.py
-prints exclude the evaluations.
+When it does not help: if you only want to measure speed, use long_run.py. The evaluations of train.py take additional
+time, and the step times that it prints exclude them.
 
     torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 --checkpoint-dir runs/gpt2 --resume
     make diff-train    shows what this file changes
@@ -147,7 +147,7 @@ class GPT(nn.Module):
             raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
         conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
         state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
-        wte = state["transformer.wte.weight"]  # padding with zeros would give logits of 0, above GPT-2's negative ones
+        wte = state["transformer.wte.weight"]  # pad with the mean: zeros give logits of 0, above GPT-2's negative ones
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -577,7 +577,7 @@ def exit_message(error):
         text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
     elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
         text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # writing to stdout failed; Python would retry at exit
+    elif isinstance(error, OSError) and not error.filename:  # stdout is broken; discard what Python would write at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # from Gloo
         text = f"rank {os.environ['RANK']}: {text}; if another rank failed, read its error instead"
