@@ -374,7 +374,7 @@ def save_whole(path, contents=None):
         unfinished.unlink(missing_ok=True)
 
 
-# Checkpoints have the format of long_run.py for any number of ranks: saving gathers shards, and loading splits them
+# Checkpoints contain whole tensors, as in long_run.py: saving gathers the shards, and loading shards the tensors again
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 

@@ -126,7 +126,8 @@ def since(rung, end=None, among=SCRIPTS):
 def versions(*definitions, among=SCRIPTS):
     """Return the first script and the scripts that change one of these definitions or a method of one.
 
-    Testing these is enough: test_ladder.py checks that other scripts repeat the previous script's text byte for byte.
+    Testing these is enough. In every other script, these definitions are identical to those in the previous script;
+    test_ladder.py checks this byte for byte.
     """
 
     def differs(rung):
@@ -518,7 +519,8 @@ def clone(small, tmp_path):
 def run(tmp_path_factory, inductor_cache):
     """Return a function that runs a script in a separate process, offline and in an empty home folder.
 
-    The completed process has the files left in the home folder, the printed steps and their losses as attributes.
+    The returned CompletedProcess has three more attributes: `left_behind` (the names of the files left in the home
+    folder), `steps` (the printed steps) and `losses`.
     """
 
     def run(script, *args, torchrun=None, restarts=0, folder=ROOT, timeout=600, **environment):

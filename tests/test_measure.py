@@ -248,7 +248,7 @@ def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
     assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # padding rows and bf16 change the losses slightly
     assert rung_10.losses[-1] < rung_10.losses[0] - 0.05
     for (theirs, their_norm), (ours, our_norm) in zip(done.updates, rung_10.updates, strict=True):
-        ours[1][-1] -= 47 * 32  # the padding rows are in the group with weight decay
+        ours[1][-1] -= 47 * 32  # the peer has no padding rows; do not count ours in the weight-decay group
         assert theirs[0] == pytest.approx(ours[0]) and theirs[1] == pytest.approx(ours[1])
         assert their_norm == pytest.approx(our_norm, rel=1e-2) == pytest.approx(1, rel=1e-2)  # clipped to 1
         ours[1][-1] += 47 * 32

@@ -316,7 +316,7 @@ def test_two_machines_train_stop_and_resume_as_one(calm, agents, tmp_path):
     while not (tmp_path / "log.jsonl").exists() or (tmp_path / "log.jsonl").read_text().count("\n") < 4:
         assert time.monotonic() < patience
         time.sleep(0.1)
-    both[1].send_signal(signal.SIGTERM)  # stops one machine: both must finish the step and save a checkpoint
+    both[1].send_signal(signal.SIGTERM)  # SIGTERM to one machine: both must finish the step, and rank 0 must save
     texts = [agent.communicate(timeout=120)[0] for agent in both]
     assert all(agent.returncode != 0 for agent in both), texts
     stopped = max(int(path.stem[5:]) for path in (tmp_path / "saved").glob("step_*.pt"))
