@@ -318,7 +318,9 @@ class Site:
         measured = ""
         for data in self.results.values():
             row = row_of(data, rung.file) or {}
-            gain = over(row.get("over_before")) or rung.before is None and f"{row['median_ms']:,.0f} ms per step"
+            gain = over(row.get("over_before"))
+            if not rung.before and row.get("median_ms"):
+                gain = f"{row['median_ms']:,.0f} ms per step"
             measured = measured or gain and f"{gain}, {render.label(data)}"
         return self.part("head.html", rung=rung, minutes=minutes(rung), predicted=predicted, measured=measured)
 

@@ -159,6 +159,14 @@ def test_a_rungs_page_begins_with_its_numbers(site, soup, script):
     assert (site / "rungs" / facts.a["href"]).read_bytes() == (ROOT / script).read_bytes()
 
 
+def test_a_result_without_a_time_for_the_baseline_has_no_number():
+    """In such a result, baseline.py failed or, with --only, was not measured."""
+    site, data = docs.Site(), next(iter(RESULTS.values()))
+    for rows in [], [docs.row_of(data, "baseline.py") | {"median_ms": None, "over_before": None}]:
+        site.results = {"made up": data | {"rows": rows}}
+        assert "<dd>not yet</dd>" in site.head(RUNGS["baseline.py"])
+
+
 NUMBER = re.compile(r"([\d.,]*\d) ?(bytes|kB|MB|GB/s|GB|GiB|GFLOP|TFLOP/s|TFLOP|ms|s|%)?(?![\w/])")
 UNITS = {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "GB/s": 1e9, "GiB": 2**30, "ms": 1e-3, "s": 1, "%": 0.01, "": 1}
 UNITS |= {"GFLOP": 1e9, "TFLOP": 1e12, "TFLOP/s": 1e12}
