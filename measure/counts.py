@@ -22,17 +22,15 @@ import argparse
 import contextlib
 import copy
 import functools
-import io
 import os
-import runpy
 import shlex
 import sys
 from collections import Counter as Counted
 from pathlib import Path
 from unittest import mock
 
+import fake
 import torch
-from commands import OVERRIDES
 from floor import Card, Kernel, cells
 from kernels import group
 from record import ROOT, save
@@ -42,7 +40,6 @@ from torch._inductor.compile_fx import _recursive_post_grad_passes as post_grad_
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.utils import get_fused_kernel_name
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
@@ -257,10 +254,6 @@ def step(rung, model, batch_size, seq_len, cuda=True):
     script rejects the batch size or the sequence length.
     """
     counter, steps = Counter("float32" if rung.precision == "float32" else "tf32"), []
-    softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
-
-    def in_float32(x, *args, **kwargs):
-        return softmax(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)
 
     def begin_update(*_):
         counter.path = "optimizer."
@@ -269,40 +262,11 @@ def step(rung, model, batch_size, seq_len, cuda=True):
         steps.append(counter.kernels)
         counter.kernels, counter.path = [], ""
 
-    flags = {"--model": model, "--batch-size": batch_size, "--seq-len": seq_len, "--steps": 2, "--device": "cpu"}
-    patches = {
-        "sys.argv": [rung.file, *(str(word) for pair in flags.items() for word in pair)],
-        "sys.stdout": io.StringIO(),
-        "torch.Tensor.__format__": lambda tensor, form: "",
-        "torch.from_numpy": lambda array: fake.from_tensor(from_numpy(array)),
-        "torch.nn.Module.to": lambda module, device: module,
-        "torch.nn.Module.compile": compiler(counter),
-        "torch.use_deterministic_algorithms": lambda mode, warn_only=False: None,
-    }
-    if cuda:
-        patches |= {
-            "torch.backends.cpu.get_cpu_capability": lambda: "AVX512",  # on a CPU, the rungs require AVX-512 for bf16
-            "torch.nn.functional.softmax": in_float32,
-            "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,
-            "torch.optim.adam._default_to_fused_or_foreach": lambda *_, **__: (False, True),
-        }
+    flags = {"model": model, "batch_size": batch_size, "seq_len": seq_len, "steps": 2}
     hooks = register_optimizer_step_pre_hook(begin_update), register_optimizer_step_post_hook(end_update)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)  # as in the rungs on a GPU; deterministic mode changes compiled kernels
-    torch._dynamo.reset()
     try:
-        with contextlib.ExitStack() as stack, mock.patch.dict(os.environ):
-            for name in OVERRIDES:  # environment variables that could disable the compiler
-                os.environ.pop(name, None)
-            for name, value in patches.items():
-                stack.enter_context(mock.patch(name, value))
-            stack.enter_context(torch._dynamo.config.patch(disable=False))
-            stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
-            stack.enter_context(fake)
-            stack.enter_context(counter)
-            runpy.run_path(str(ROOT / rung.file), run_name="__main__")
+        fake.run(rung.file, flags, counter, compiler(counter), cuda)
     finally:
-        torch.use_deterministic_algorithms(deterministic)
         for hook in hooks:
             hook.remove()
     return steps[-1]

@@ -1,0 +1,64 @@
+"""Run an unmodified script on fake tensors, which have shapes and lifetimes but no values.
+
+Fake tensors need no GPU and almost no memory, so a laptop can run a step of GPT-2 XL on them. counts.py counts the
+kernels of such a step, and memory.py adds up the sizes of its tensors.
+"""
+
+import contextlib
+import io
+import os
+import runpy
+from unittest import mock
+
+import torch
+from commands import OVERRIDES
+from record import ROOT
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def run(script, flags, mode, compile, cuda=True, to=lambda module, device: module):
+    """Run `script` on fake tensors with the options in `flags`, a dict, and with the dispatch mode `mode` active.
+
+    `compile` and `to` replace the methods torch.nn.Module.compile and torch.nn.Module.to. The script runs on the CPU
+    but follows PyTorch's rules for CUDA, or its rules for the CPU if `cuda` is False. Raises SystemExit if the script
+    rejects an option.
+    """
+    softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
+
+    def in_float32(x, *args, **kwargs):
+        return softmax(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)
+
+    words = [str(word) for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+    patches = {
+        "sys.argv": [script, *words, "--device", "cpu"],
+        "sys.stdout": io.StringIO(),
+        "torch.Tensor.__format__": lambda tensor, form: "",
+        "torch.from_numpy": lambda array: fake.from_tensor(from_numpy(array)),
+        "torch.nn.Module.to": to,
+        "torch.nn.Module.compile": compile,
+        "torch.use_deterministic_algorithms": lambda mode, warn_only=False: None,
+    }
+    if cuda:
+        patches |= {
+            "torch.backends.cpu.get_cpu_capability": lambda: "AVX512",  # on a CPU, the rungs require AVX-512 for bf16
+            "torch.nn.functional.softmax": in_float32,
+            "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,
+            "torch.optim.adam._default_to_fused_or_foreach": lambda *_, **__: (False, True),
+        }
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)  # as in the rungs on a GPU; deterministic mode changes compiled kernels
+    torch._dynamo.reset()
+    try:
+        with contextlib.ExitStack() as stack, mock.patch.dict(os.environ):
+            for name in OVERRIDES:  # environment variables that could disable the compiler
+                os.environ.pop(name, None)
+            for name, value in patches.items():
+                stack.enter_context(mock.patch(name, value))
+            stack.enter_context(torch._dynamo.config.patch(disable=False))
+            stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
+            stack.enter_context(torch._inductor.config.patch())  # restores what the script sets
+            stack.enter_context(fake)
+            stack.enter_context(mode)
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    finally:
+        torch.use_deterministic_algorithms(deterministic)

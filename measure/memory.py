@@ -1,0 +1,332 @@
+"""Will it fit? Predict the peak memory of each script:  python measure/memory.py --model gpt2-xl --batch-size 8
+
+This program runs two steps of each unmodified script on fake tensors, which have shapes and lifetimes but no values. It
+adds up the sizes of all tensors that exist at the same time, and prints the largest sum of the second step and what it
+consists of. No formula describes the model: the sizes come from the tensors that PyTorch creates and frees. This needs
+no GPU and little memory. A compiled GPT-2 takes about half a minute, GPT-2 XL two minutes.
+
+What is predicted:
+* Eager scripts follow PyTorch's rules for CUDA, with --device cpu its rules for the CPU.
+* Compiled scripts: torch.compile generates its code for the CPU, and the code runs with kernels that do nothing. On a
+  GPU, the compiler can fuse a few more or fewer kernels.
+* --ranks N: one of the N processes of ddp_run.py and fsdp_run.py, with two micro-steps per step. PyTorch's fake process
+  group stands in for the other ranks. DDP's own code cannot run on fake tensors; its buckets, which are a second copy
+  of the gradients, are allocated instead.
+* Not included: the CUDA context (about half a GiB), workspaces of cuBLAS, and fragmentation.
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import os
+import shlex
+import sys
+import tempfile
+import weakref
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import fake
+import torch
+import torch.distributed as dist
+from commands import TEN, ask, execute
+from ladder import read_ladder, title
+from peak import checkpoint_blocks
+from record import ROOT, now, parse, save
+from render import plain
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode_temporarily
+from torch.utils._pytree import tree_leaves
+
+sys.path.append(str(ROOT))
+from baseline import MODELS
+
+CHECKPOINTED = "branches/activation_checkpointing.py"
+VOCABULARY = (50257, 50304)
+PARTS = ("weights", "gradients", "moments", "logits", "activations")
+GIB = 2**30
+compiled_graphs = {}  # the graph and its inputs -> what Inductor made of them; rungs 07 to 10 share theirs
+
+
+class Live(TorchDispatchMode):
+    """Adds up the sizes of the storages that are alive, and keeps a list of those alive when the sum was largest."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.serial, self.now = (
+            {},
+            itertools.count(),
+            0,
+        )  # address -> (serial number, bytes, whether logits)
+        self.begin()
+
+    def begin(self):
+        self.peak, self.at_peak = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 0  # a value for loss.item(), and no signal to stop
+        if func is run_and_save_rng_state:  # the compiler saves the random state before an attention that it recomputes
+            out = torch.empty(0, dtype=torch.uint8), args[0](*args[1:], **kwargs)
+        elif func is run_with_rng_state:
+            out = args[1](*args[2:], **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor)
+        return out
+
+    def add(self, tensor):
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self.alive:
+            logits = tensor.dim() > 1 and tensor.size(-1) in VOCABULARY and tensor.stride(-1) == 1
+            self.alive[address] = next(self.serial), storage.nbytes(), logits
+            weakref.finalize(storage, self.remove, address)
+            self.now += storage.nbytes()
+            if self.now > self.peak:
+                self.peak, self.at_peak = self.now, dict(self.alive)
+
+    def remove(self, address):
+        self.now -= self.alive.pop(address)[1]
+
+    def composition(self, optimizer):
+        """Return {part: bytes} at the peak. `optimizer` is the one whose step has just ended."""
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        known = {
+            "weights": weights,
+            "gradients": [p.grad for p in weights],
+            "moments": tree_leaves([list(state.values()) for state in optimizer.state.values()]),
+        }
+        part_of = {}
+        for part, tensors in known.items():
+            for tensor in tensors:
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP2's weights are DTensors
+                part_of[self.alive[local.untyped_storage()._cdata][0]] = part
+        parts = Counter(dict.fromkeys(PARTS, 0))
+        for serial, size, logits in self.at_peak.values():
+            parts[part_of.get(serial, "logits" if logits else "activations")] += size
+        return dict(parts)
+
+
+def compiler(live, fullgraph):
+    """Return a replacement for torch.nn.Module.compile, which runs Inductor's code with kernels that do nothing."""
+
+    def inner(gm, inputs, **options):
+        key = str([gm.graph, *((one.shape, one.dtype) if isinstance(one, torch.Tensor) else one for one in inputs)])
+        if key not in compiled_graphs:
+            compiled_graphs[key] = compile_fx_inner(gm, inputs, **options)
+
+        def run(args):
+            with live:
+                return compiled_graphs[key](args)
+
+        run._boxed_call = True
+        return run
+
+    def compile(module, **_):
+        backend = functools.partial(compile_fx, inner_compile=inner)
+        call = torch.compile(module._call_impl, backend=backend, fullgraph=fullgraph, dynamic=False)
+
+        def without_mode(*args):
+            with _pop_mode_temporarily():  # Dynamo does not compile under an unknown dispatch mode
+                return call(*args)
+
+        module._compiled_call_impl = without_mode
+
+    return compile
+
+
+class Buckets(torch.nn.Module):
+    """Stands in for DistributedDataParallel, which copies the gradients into buckets of the same total size."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.buckets = module, [torch.zeros_like(p) for p in module.parameters()]
+        self.forward, self.no_sync = module.__call__, contextlib.nullcontext
+
+
+def one_of(ranks):
+    """Return (environment, patches) with which a script runs as rank 0 of `ranks` processes, without the others."""
+    begin, mesh = dist.init_process_group, dist.init_device_mesh
+
+    def fake_group(*_):
+        begin("fake", rank=0, world_size=ranks, store=FakeStore())
+
+    def real_mesh(*args, **kwargs):
+        with _disable_current_modes():  # a mesh reads its ranks from a tensor
+            return mesh(*args, **kwargs)
+
+    def everywhere_the_same(found, mine):
+        found[:] = [mine] * len(found)
+
+    environment = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "TORCHELASTIC_RUN_ID": "none"}
+    return {name: str(value) for name, value in environment.items()}, {
+        "torch.distributed.init_process_group": fake_group,
+        "torch.distributed.init_device_mesh": real_mesh,
+        "torch.distributed.all_gather_object": everywhere_the_same,
+        "torch.nn.parallel.DistributedDataParallel": Buckets,
+    }
+
+
+def options(rung, model, batch_size, seq_len, ranks):
+    flags = {"model": model, "batch_size": batch_size, "seq_len": seq_len, "steps": 2}
+    if rung.kind == "scale":  # a second micro-step, because then the gradients exist during a forward pass
+        flags["total_batch_size"] = 2 * batch_size * seq_len * ranks
+    return flags
+
+
+def predict(rung, flags, ranks=1, checkpointing=False, cuda=True):
+    """Return {part: bytes} at the peak of a script's second step. Raises SystemExit if the script rejects an option."""
+    live, steps = Live(), []
+
+    def end_of_step(optimizer, *_):
+        steps.append(live.composition(optimizer))
+        live.begin()
+
+    def to(model, device):
+        if checkpointing:
+            checkpoint_blocks(model)
+        return model
+
+    environment, patches = one_of(ranks) if rung.kind == "scale" and ranks > 1 else ({}, {})
+    patches |= {
+        "torch._inductor.async_compile.AsyncCompile.cpp_pybinding": lambda *_: lambda *args: None,
+        "torch._C._dynamo.guards._empty_strided_cpu": lambda size, stride, dtype: torch.empty_strided(
+            size, stride, dtype=dtype
+        ),
+        "torch._C._dynamo.guards._reinterpret_tensor": lambda tensor, size, stride, offset=0: tensor.as_strided(
+            size, stride, tensor.storage_offset() + offset
+        ),
+    }
+    hook = register_optimizer_step_post_hook(end_of_step)
+    try:
+        with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as cache:
+            environment |= {"TORCHINDUCTOR_CACHE_DIR": cache}  # the user's cache must not receive empty kernels
+            stack.enter_context(mock.patch.dict(os.environ, environment))
+            for name, value in patches.items():
+                stack.enter_context(mock.patch(name, value))
+            fake.run(rung.file, flags, live, compiler(live, rung.kind != "scale"), cuda, to)
+    finally:
+        hook.remove()
+    return steps[-1]
+
+
+def measure(rung, flags, device, ranks=1, checkpointing=False):
+    """Return the peak memory of a script's second step on this machine in bytes. Raises RuntimeError if it fails."""
+    words = ["measure/peak.py", *["--checkpointing"] * checkpointing, rung.file, "--device", device]
+    words += [str(word) for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+    if rung.kind == "scale" and ranks > 1:
+        words = f"-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node={ranks}".split() + words
+    with tempfile.TemporaryDirectory() as cache:
+        text, errors, status = execute(words, cache)
+    if error := parse(text, errors, status, 2)["error"]:
+        raise RuntimeError(f"{rung.file}: {error}")
+    return json.loads(text.splitlines()[-1])["peak_bytes"]
+
+
+def advice(row, gib):
+    """Return what to change in a row whose peak exceeds `gib` GiB, or "fits"."""
+    parts, peak = row["parts"], sum(row["parts"].values())
+    if peak <= gib * GIB:
+        return "fits"
+    fixed = sum(parts[part] for part in ("weights", "gradients", "moments"))
+    batch = int(row["batch_size"] * (gib * GIB - fixed) / (peak - fixed))  # the other parts are proportional to B
+    if batch > 0:
+        return f"lower B to about {batch}"
+    if fixed > gib * GIB:
+        return "shard: fsdp_run.py, more --ranks"
+    return "lower T" if "checkpointing" in row["name"] else "checkpoint the blocks"
+
+
+def table(rows, gib=None):
+    """Return the rows as a list of dicts of heading -> cell, in GiB."""
+    lines = []
+    for row in rows:
+        peak = sum(row["parts"].values())
+        line = {"script": row["name"]} | {part: f"{row['parts'][part] / GIB:.2f}" for part in PARTS}
+        line["peak, GiB"] = f"{peak / GIB:.2f}"
+        if row["measured"]:
+            line |= {"measured": f"{row['measured'] / GIB:.2f}", "error": f"{peak / row['measured'] - 1:+.1%}"}
+        if gib:
+            line[f"in {gib:g} GiB"] = advice(row, gib)
+        lines.append(line)
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["gpt2"], help="models, default gpt2")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[4], metavar="B", help="batch sizes, default 4")
+    parser.add_argument("--seq-len", type=int, default=1024, help="sequence length T, default 1024")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of ddp_run.py and fsdp_run.py, default 1")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="also predict each script with checkpointed blocks"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NN", help="only these scripts, such as 10 chunked fsdp"
+    )
+    parser.add_argument("--gib", type=float, help="also say what to change to fit in this memory; default: the GPU's")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules to follow, default cuda")
+    parser.add_argument(
+        "--measure", action="store_true", help="also run the scripts on the device and measure their peak"
+    )
+    parser.add_argument("--out", type=Path, help="also write the results to this file as JSON")
+    args = parser.parse_args()
+    ladder = [rung for rung in read_ladder() if rung.part == "rung" or rung.part == "branch" and rung.kind != "speed"]
+    if unknown := set(args.only) - {rung.number for rung in ladder}:
+        parser.error(f"--only {min(unknown)}: expected one of {', '.join(rung.number for rung in ladder)}")
+    if min(*args.batch_size, args.ranks) < 1 or not 1 <= args.seq_len <= 1024 or (args.gib or 1) <= 0:
+        parser.error("need at least 1 for --batch-size and --ranks, 1 to 1024 for --seq-len, more than 0 for --gib")
+    if args.measure and args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--measure: PyTorch finds no GPU here; --device cpu measures on the CPU")
+    if args.out and (args.out.is_dir() or not os.access(args.out.parent, os.W_OK)):
+        parser.error(f"--out {args.out}: cannot write a file there")
+    gib, found = args.gib, []
+    if args.device == "cuda" and torch.cuda.is_available() and not gib:
+        gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    for model, batch_size in itertools.product(args.model, args.batch_size):
+        rows = []
+        for rung, checkpointing in itertools.product(ladder, (False, True)):
+            wanted = not args.only or rung.number in args.only
+            if checkpointing and (not args.checkpointing or rung.file in (TEN, CHECKPOINTED)):
+                continue  # CHECKPOINTED is TEN with checkpointed blocks
+            if not wanted:
+                continue
+            name = title(rung.file) + (" + checkpointing" if checkpointing else "")
+            print(f"{model}, B {batch_size}: {name}", file=sys.stderr)
+            flags = options(rung, model, batch_size, args.seq_len, args.ranks)
+            more = {"ranks": args.ranks, "checkpointing": checkpointing}
+            row = {"model": model, "batch_size": batch_size, "seq_len": args.seq_len, "script": rung.file, "name": name}
+            row |= more | {"parts": predict(rung, flags, **more, cuda=args.device == "cuda"), "measured": None}
+            try:
+                row["measured"] = measure(rung, flags, args.device, **more) if args.measure else None
+            except RuntimeError as error:
+                sys.exit(f"memory.py: error: {error}")
+            rows.append(row)
+        ranks = f", {args.ranks} ranks" if args.ranks > 1 else ""
+        said = f"{model}, B {batch_size}, T {args.seq_len}{ranks}: GiB at the peak of a step, torch {torch.__version__}"
+        print(plain([said], table(rows, gib)), flush=True)
+        found += rows
+    if args.out:
+        command = shlex.join(["python", "measure/memory.py", *sys.argv[1:]])
+        about = {"command": command, "torch": torch.__version__, "date": now()[:10], "device": args.device}
+        about["machine"] = ask("machine.py", "--device", args.device)["name"] if args.measure else None
+        save(args.out, about | {"rows": found})
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
