@@ -7,12 +7,12 @@ time of both. F.linear_cross_entropy needs torch 2.13.
 """
 
 import argparse
-import platform
 import statistics
 
 import torch
 import torch.nn.functional as F
 from attention import peak_bytes
+from commands import ask
 from device import add_device, out_of_memory, seconds
 from render import plain
 from torch.utils.checkpoint import checkpoint
@@ -89,7 +89,7 @@ def main():
         row["peak, MiB"] = f"{peak_bytes(lambda: step(compiled, *inputs, targets), args.device) / 2**20:.0f}"  # noqa: B023
         times = [seconds("f()", args.device, f=lambda: step(compiled, *inputs, targets)) for _ in range(3)]  # noqa: B023
         row["ms"] = f"{1000 * statistics.median(times):.0f} ({1000 * min(times):.0f}-{1000 * max(times):.0f})"
-    chip = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else platform.machine()
+    chip = ask("machine.py", "--device", str(args.device))["name"]
     said = f"{args.rows} rows, C {args.width}, vocabulary {args.vocab_size}, {chip}, torch {torch.__version__}"
     print(plain([said, f"exact loss {exact[0].item():.4f}"], table), end="")
 

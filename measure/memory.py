@@ -286,7 +286,7 @@ def main():
     ladder = [rung for rung in read_ladder() if rung.part == "rung" or rung.part == "branch" and rung.kind != "speed"]
     if unknown := set(args.only) - {rung.number for rung in ladder}:
         parser.error(f"--only {min(unknown)}: expected one of {', '.join(rung.number for rung in ladder)}")
-    if min(*args.batch_size, args.ranks) < 1 or not 1 <= args.seq_len <= 1024 or (args.gib or 1) <= 0:
+    if min(*args.batch_size, args.ranks) < 1 or not 1 <= args.seq_len <= 1024 or args.gib is not None and args.gib <= 0:
         parser.error("need at least 1 for --batch-size and --ranks, 1 to 1024 for --seq-len, more than 0 for --gib")
     if args.measure and args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--measure: PyTorch finds no GPU here; --device cpu measures on the CPU")
@@ -304,7 +304,8 @@ def main():
             if not wanted:
                 continue
             name = title(rung.file) + (" + checkpointing" if checkpointing else "")
-            print(f"{model}, B {batch_size}: {name}", file=sys.stderr)
+            if sys.stderr.isatty():
+                print(f"{model}, B {batch_size}: {name}", file=sys.stderr)
             flags = options(rung, model, batch_size, args.seq_len, args.ranks)
             more = {"ranks": args.ranks, "checkpointing": checkpointing}
             row = {"model": model, "batch_size": batch_size, "seq_len": args.seq_len, "script": rung.file, "name": name}

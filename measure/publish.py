@@ -7,6 +7,7 @@ inputs are unchanged, a second run changes no file.
 """
 
 import argparse
+import json
 import re
 from pathlib import Path
 
@@ -190,6 +191,44 @@ def two(measured):
     return {"data": None}
 
 
+def fits(name):
+    """Return the rows of a file in results/ that memory.py wrote, each with its peak and its fixed part in bytes."""
+    rows = json.loads((ROOT / "results" / name).read_text(encoding="utf-8"))["rows"]
+    for row in rows:
+        row["peak"] = sum(row["parts"].values())
+        row["fixed"] = sum(row["parts"][part] for part in ("weights", "gradients", "moments"))
+    return rows
+
+
+def fit_measured():
+    """Return a table of predicted and measured peaks on a CPU, in MiB."""
+    return [
+        {
+            "model": row["model"],
+            "B": f"{row['batch_size']}",
+            "script": row["name"] + (f", {row['ranks']} ranks" if row["ranks"] > 1 else ""),
+            "weights, gradients, moments": f"{row['fixed'] / 2**20:,.0f}",
+            "logits": f"{row['parts']['logits'] / 2**20:,.0f}",
+            "activations": f"{row['parts']['activations'] / 2**20:,.0f}",
+            "predicted, MiB": f"{row['peak'] / 2**20:,.0f}",
+            "measured, MiB": f"{row['measured'] / 2**20:,.0f}",
+            "error": f"{row['peak'] / row['measured'] - 1:+.1%}".replace("-", "−"),
+        }
+        for row in (*fits("memory-cpu.json"), *fits("memory-ranks.json"))
+    ]
+
+
+def fit():
+    """Return a table of predicted peaks on a GPU in GiB, with a row per script and a column per batch size."""
+    table = {}
+    for row in fits("memory.json"):
+        line = table.setdefault(row["name"], {"script": row["name"]})
+        line[f"B {row['batch_size']}"] = f"{row['peak'] / 2**30:.1f}"
+        if row["batch_size"] == 64:
+            line |= {f"{part}, B 64": f"{row['parts'][part] / 2**30:.1f}" for part in ("logits", "activations")}
+    return list(table.values())
+
+
 def printed(data):
     """Return, as Markdown, the first and last step lines that baseline.py printed in a measurement."""
     run, settings = render.good(row_of(data, "baseline.py"))[0], data["settings"]
@@ -222,6 +261,9 @@ def parts(measured):
         "counted": table(counted(counts)) + f"\n\nCounted with torch {floor.counted_with()}.",
         "floors": table(floors(counts["gpt2", 16, 1024])),
         "beside": render.part("beside.md", logs=list(beside(measured, logs, counts)), table=table),
+        "fit": table(fit()),
+        "fit_measured": table(fit_measured()),
+        "losses": f"```text\n{(ROOT / 'results' / 'losses.txt').read_text(encoding='utf-8').strip()}\n```",
         "results": render.part("results.md", results=measured, drawn=figures, ALT=render.ALT),
         "log": printed(whole[0]),
     }

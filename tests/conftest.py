@@ -38,6 +38,7 @@ BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # on other CPUs,
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "eval_sec": 0.0}
 FP16 = "branches/fp16_grad_scaler.py"
+CHUNKED, CHECKPOINTING = "branches/chunked_loss.py", "branches/activation_checkpointing.py"
 NANO = '"nano": GPTConfig(n_layer=4, n_head=4, n_embd=128)'
 SMALL = '"nano": GPTConfig(n_layer=2, n_head=2, n_embd=32)'  # for tests that do not depend on the model size
 STEP = re.compile(
@@ -151,7 +152,7 @@ def load(script):
     A module that ran `from <script> import MODELS` before this call still has the full-size nano.
     """
     module = importlib.import_module(Path(script).stem)
-    if hasattr(module, "MODELS"):
+    if hasattr(module, "GPTConfig"):
         small = module.GPTConfig(n_layer=2, n_head=2, n_embd=32)
         if module.MODELS["nano"] != small:
             module.MODELS = module.MODELS | {"nano": small}

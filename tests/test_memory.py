@@ -1,0 +1,153 @@
+"""The predicted peak memory of a step matches the measured peak, and each memory rung frees what it claims to free."""
+
+import json
+
+import attention
+import losses
+import memory
+import pytest
+import torch
+from conftest import CHECKPOINTING, CHUNKED, RUNGS, load, play
+
+B, T = 2, 64
+LATER = [
+    pytest.param(script, marks=pytest.mark.slow) for script in ("speedup_10_fused_adamw.py", CHUNKED, CHECKPOINTING)
+]
+
+
+def flags(script, batch_size=B, seq_len=T, ranks=1):
+    return memory.options(RUNGS[script], "nano", batch_size, seq_len, ranks)
+
+
+def predict(script, **options):
+    """Return the predicted parts of nano's peak on a CPU, in bytes."""
+    return memory.predict(RUNGS[script], flags(script, ranks=options.get("ranks", 1)), cuda=False, **options)
+
+
+@pytest.mark.parametrize("script", ["baseline.py", *LATER])
+def test_the_prediction_matches_the_measured_peak(script):
+    measured = memory.measure(RUNGS[script], flags(script), "cpu")
+    assert sum(predict(script).values()) == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("script", ["baseline.py", "speedup_10_fused_adamw.py", CHUNKED, CHECKPOINTING])
+def test_the_prediction_matches_the_peak_on_a_gpu(script, measured):
+    sizes = flags(script, batch_size=16, seq_len=1024)
+    predicted, peak = sum(memory.predict(RUNGS[script], sizes).values()), memory.measure(RUNGS[script], sizes, "cuda")
+    measured(f"predicted {predicted / memory.GIB:.2f} GiB, measured {peak / memory.GIB:.2f} GiB")
+    assert predicted == pytest.approx(peak, rel=0.15)
+
+
+def test_the_parts_are_the_tensors_of_a_step():
+    """The baseline's peak is at the head in the backward pass, with three float32 tensors of the size of the logits."""
+    parts = memory.predict(RUNGS["baseline.py"], flags("baseline.py", batch_size=4, seq_len=256), cuda=False)
+    module = load("baseline.py")
+    with torch.device("meta"):
+        weights = list(module.GPT(module.GPTConfig(n_layer=4, n_head=4, n_embd=128)).parameters())
+    number, mask = sum(p.numel() for p in weights), 4 * 1024 * 1024
+    assert parts["weights"] == 4 * number
+    assert parts["moments"] == 2 * 4 * number + 4 * len(weights)  # each parameter has a step counter
+    assert parts["logits"] == 3 * 4 * 4 * 256 * 50257  # log-probabilities, their gradient, and the logits' gradient
+    assert parts["activations"] > mask  # the bool masks of four blocks, which are buffers, not weights
+
+
+def test_all_logits_never_exist_in_the_compiled_chunked_loss():
+    parts = memory.predict(RUNGS[CHUNKED], flags(CHUNKED, batch_size=4, seq_len=256), cuda=False)
+    assert 0 < parts["logits"] <= 2 * (4 * 256 // 4) * 50304
+
+
+def test_checkpointed_blocks_keep_only_their_inputs():
+    """With many small blocks, checkpointing reduces the peak of both passes to less than half."""
+    peaks = []
+    for script in ("speedup_10_fused_adamw.py", CHECKPOINTING):
+        module = load(script)
+        model = module.GPT(module.GPTConfig(vocab_size=16, n_layer=12, n_head=2, n_embd=32))
+        x, y = torch.zeros(2, 4, 128, dtype=torch.int64)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        peaks.append(attention.peak_bytes(lambda: model(x, y).backward(), torch.device("cpu")))  # noqa: B023
+    assert peaks[1] < peaks[0] / 2
+
+
+def test_ddp_copies_the_gradients():
+    model = torch.nn.Linear(3, 4)
+    stand_in = memory.Buckets(model)
+    assert [bucket.shape for bucket in stand_in.buckets] == [p.shape for p in model.parameters()]
+    assert list(stand_in.parameters()) == list(model.parameters())  # the buckets are not parameters
+
+
+@pytest.mark.slow
+def test_the_prediction_matches_the_peak_of_two_processes():
+    """DDP copies the gradients into buckets, and FSDP2 shards weights and moments."""
+    alone = predict("ddp_run.py")
+    for script in ("ddp_run.py", "branches/fsdp_run.py"):
+        parts = predict(script, ranks=2)
+        share = 1 if script == "ddp_run.py" else 1 / 2
+        assert parts["weights"] == pytest.approx(share * alone["weights"], rel=0.01)
+        measured = memory.measure(RUNGS[script], flags(script, ranks=2), "cpu", ranks=2)
+        assert sum(parts.values()) == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "fixed, rest, said",
+    [
+        (2, 5, "fits"),
+        (2, 12, "lower B to about 4"),
+        (9, 60, "shard: fsdp_run.py, more --ranks"),
+        (7, 60, "checkpoint the blocks"),
+    ],
+)
+def test_the_advice_names_what_to_change(fixed, rest, said):
+    parts = dict.fromkeys(memory.PARTS, 0) | {"moments": fixed * memory.GIB, "activations": rest * memory.GIB}
+    assert memory.advice({"parts": parts, "batch_size": 8, "name": "a script"}, 8) == said
+
+
+def test_the_table_and_the_file_agree(tmp_path):
+    words = "--model", "nano", "--seq-len", T, "--only", "baseline", "--checkpointing", "--gib", 1
+    printed = play("measure/memory.py", *words, "--out", tmp_path / "memory.json")
+    data = json.loads((tmp_path / "memory.json").read_text())
+    assert [row["name"] for row in data["rows"]] == ["Baseline", "Baseline + checkpointing"]
+    for row in data["rows"]:
+        (line,) = (line for line in printed.splitlines() if line.split("  ")[0] == row["name"])
+        cells = [*row["parts"].values(), sum(row["parts"].values())]
+        assert line.split()[-len(cells) - 1 :] == [*(f"{size / memory.GIB:.2f}" for size in cells), "fits"]
+    assert sum(data["rows"][1]["parts"].values()) < sum(data["rows"][0]["parts"].values())
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--only", "11"], ["--batch-size", "0"], ["--gib", "0"], ["--seq-len", "1025"], ["--out", "/nowhere/a"]]
+)
+def test_memory_refuses_in_one_line(refused, wrong):
+    refused("measure/memory.py", "--model", "nano", *wrong)
+
+
+def test_a_script_that_fails_is_one_line(refused):
+    refused("measure/memory.py", "--model", "nano", "--batch-size", 400, "--only", "baseline", says="tokens, but B 400")
+
+
+@pytest.mark.parametrize("name", losses.WAYS)
+def test_every_way_computes_the_loss(name):
+    """PyTorch's function with bf16 inputs returns a bf16 loss, and all ways round matmuls to bf16 or better."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 16, requires_grad=True), torch.randn(1000, 16, requires_grad=True)
+    targets = torch.randint(1000, (64,))
+    doubles = (one.detach().double().requires_grad_() for one in (x, weight))
+    exact = losses.step(losses.all_logits, *doubles, targets)
+    for ours, theirs in zip(losses.step(losses.WAYS[name], x, weight, targets), exact, strict=True):
+        assert ((ours.double() - theirs).norm() / theirs.norm()).item() < 0.02
+
+
+@pytest.mark.slow
+def test_losses_prints_a_row_for_each_way():
+    printed = play("measure/losses.py", "--rows", 64, "--width", 16, "--vocab-size", 100)
+    for name in losses.WAYS:
+        (line,) = (line for line in printed.splitlines() if line.startswith(name + "  "))
+        assert (
+            len(line.removeprefix(name).split()) == 7
+        )  # loss, 3 errors, memory, the median and the spread of the time
+
+
+@pytest.mark.parametrize("wrong", [["--rows", "3"], ["--width", "0"], ["--device", "cuda:99"]])
+def test_losses_refuses_in_one_line(refused, wrong):
+    refused("measure/losses.py", *wrong)
