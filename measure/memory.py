@@ -119,6 +119,17 @@ class Live(TorchDispatchMode):
         return dict(parts)
 
 
+# Inductor's code calls C++ functions that would create real tensors. These two functions create fake tensors instead.
+
+
+def empty_strided(size, stride, dtype):
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def reinterpret(tensor, size, stride, offset=0):
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
 def compiler(live, fullgraph):
     """Return a replacement for torch.nn.Module.compile, which runs Inductor's code with kernels that do nothing."""
 
@@ -156,7 +167,7 @@ class Buckets(torch.nn.Module):
         self.forward, self.no_sync = module.__call__, contextlib.nullcontext
 
 
-def one_of(ranks):
+def as_rank_0(ranks):
     """Return (environment, patches) with which a script runs as rank 0 of `ranks` processes, without the others."""
     begin, mesh = dist.init_process_group, dist.init_device_mesh
 
@@ -199,15 +210,11 @@ def predict(rung, flags, ranks=1, checkpointing=False, cuda=True):
             checkpoint_blocks(model)
         return model
 
-    environment, patches = one_of(ranks) if rung.kind == "scale" and ranks > 1 else ({}, {})
+    environment, patches = as_rank_0(ranks) if rung.kind == "scale" and ranks > 1 else ({}, {})
     patches |= {
         "torch._inductor.async_compile.AsyncCompile.cpp_pybinding": lambda *_: lambda *args: None,
-        "torch._C._dynamo.guards._empty_strided_cpu": lambda size, stride, dtype: torch.empty_strided(
-            size, stride, dtype=dtype
-        ),
-        "torch._C._dynamo.guards._reinterpret_tensor": lambda tensor, size, stride, offset=0: tensor.as_strided(
-            size, stride, tensor.storage_offset() + offset
-        ),
+        "torch._C._dynamo.guards._empty_strided_cpu": empty_strided,
+        "torch._C._dynamo.guards._reinterpret_tensor": reinterpret,
     }
     hook = register_optimizer_step_post_hook(end_of_step)
     try:

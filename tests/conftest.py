@@ -97,7 +97,9 @@ def pytest_configure(config):
 
 
 # The slowest test files. Starting them first lets all workers finish at about the same time.
-LONGEST = [f"test_{name}.py" for name in "commands mistakes scripts measure docs ranks pretrain numerics model".split()]
+LONGEST = [
+    f"test_{name}.py" for name in "commands mistakes scripts memory measure docs ranks pretrain numerics model".split()
+]
 
 
 def pytest_collection_modifyitems(items):

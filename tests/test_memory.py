@@ -24,7 +24,7 @@ def predict(script, **options):
     return memory.predict(RUNGS[script], flags(script, ranks=options.get("ranks", 1)), cuda=False, **options)
 
 
-@pytest.mark.parametrize("script", ["baseline.py", *LATER])
+@pytest.mark.parametrize("script", ["baseline.py", pytest.param(CHUNKED, marks=pytest.mark.slow)])
 def test_the_prediction_matches_the_measured_peak(script):
     measured = memory.measure(RUNGS[script], flags(script), "cpu")
     assert sum(predict(script).values()) == pytest.approx(measured, rel=0.03)
@@ -79,14 +79,12 @@ def test_ddp_copies_the_gradients():
 
 @pytest.mark.slow
 def test_the_prediction_matches_the_peak_of_two_processes():
-    """DDP copies the gradients into buckets, and FSDP2 shards weights and moments."""
-    alone = predict("ddp_run.py")
-    for script in ("ddp_run.py", "branches/fsdp_run.py"):
-        parts = predict(script, ranks=2)
-        share = 1 if script == "ddp_run.py" else 1 / 2
-        assert parts["weights"] == pytest.approx(share * alone["weights"], rel=0.01)
-        measured = memory.measure(RUNGS[script], flags(script, ranks=2), "cpu", ranks=2)
-        assert sum(parts.values()) == pytest.approx(measured, rel=0.03)
+    """FSDP2 shards the weights, and its fake process group stands in for the other rank."""
+    script = "branches/fsdp_run.py"
+    parts = predict(script, ranks=2)
+    measured = memory.measure(RUNGS[script], flags(script, ranks=2), "cpu", ranks=2)
+    assert sum(parts.values()) == pytest.approx(measured, rel=0.03)
+    assert parts["moments"] == pytest.approx(2 * parts["weights"], rel=0.01)
 
 
 @pytest.mark.parametrize(
