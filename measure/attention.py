@@ -12,9 +12,7 @@ model calls F.scaled_dot_product_attention instead of the unfused attention of r
 
 import argparse
 import functools
-import itertools
 import math
-import os
 import platform
 import statistics
 import sys
@@ -22,7 +20,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from device import add_device, out_of_memory, precisions, seconds
+from device import add_device, memory_in_use, out_of_memory, precisions, seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
@@ -78,13 +76,7 @@ def peak_bytes(function, device):
         return module.max_memory_allocated(device) - before
     if device.type != "cpu":
         return math.nan
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs every start and stop
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    # nbytes() is negative if memory is freed, so each running sum is the memory in use at that time.
-    return max(itertools.accumulate(event.nbytes() for event in events))
+    return max(size for _, size in memory_in_use(function))
 
 
 def bench(q, k, v):

@@ -1,6 +1,8 @@
 """Helpers for the programs that measure a GPU or CPU: the --device option, supported precisions, and timing."""
 
 import argparse
+import itertools
+import os
 import time
 
 import torch
@@ -41,6 +43,17 @@ def precisions(device):
     capability = torch.cuda.get_device_capability(device)
     least = {"float32": (0, 0), "fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
     return [precision for precision, needs in least.items() if capability >= needs]
+
+
+def memory_in_use(function):
+    """Run function() and return [(time in ns, bytes)]: the CPU memory in use after each change."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs every start and stop
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    used = itertools.accumulate(event.nbytes() for event in events)  # nbytes() is negative if memory is freed
+    return list(zip((event.start_ns() for event in events), used, strict=True))
 
 
 def seconds(stmt, device, min_run_time=0.1, **names):

@@ -11,6 +11,7 @@ import runpy
 from unittest import mock
 
 import torch
+import torch._inductor.config
 from commands import OVERRIDES
 from record import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -56,7 +57,8 @@ def run(script, flags, mode, compile, cuda=True, to=lambda module, device: modul
                 stack.enter_context(mock.patch(name, value))
             stack.enter_context(torch._dynamo.config.patch(disable=False))
             stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
-            stack.enter_context(torch._inductor.config.patch())  # restores what the script sets
+            threshold = torch._inductor.config.score_fusion_memory_threshold  # chunked_loss.py sets it
+            stack.enter_context(torch._inductor.config.patch(score_fusion_memory_threshold=threshold))
             stack.enter_context(fake)
             stack.enter_context(mode)
             runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -55,17 +55,14 @@ compiled_graphs = {}  # the graph and its inputs -> what Inductor made of them; 
 
 
 class Live(TorchDispatchMode):
-    """Adds up the sizes of the storages that are alive, and keeps a list of those alive when the sum was largest."""
+    """Adds up the sizes of the storages that exist, and keeps a list of those that existed when the sum was largest."""
 
     supports_higher_order_operators = True
 
     def __init__(self):
         super().__init__()
-        self.alive, self.serial, self.now = (
-            {},
-            itertools.count(),
-            0,
-        )  # address -> (serial number, bytes, whether logits)
+        self.alive = {}  # address of a storage -> (serial number, bytes, whether it contains logits)
+        self.serial, self.now, self.buckets = itertools.count(), 0, []
         self.begin()
 
     def begin(self):
@@ -91,11 +88,16 @@ class Live(TorchDispatchMode):
         address = storage._cdata
         if address not in self.alive:
             logits = tensor.dim() > 1 and tensor.size(-1) in VOCABULARY and tensor.stride(-1) == 1
-            self.alive[address] = next(self.serial), storage.nbytes(), logits
+            self.alive[address] = next(self.serial), 0, logits
             weakref.finalize(storage, self.remove, address)
-            self.now += storage.nbytes()
-            if self.now > self.peak:
-                self.peak, self.at_peak = self.now, dict(self.alive)
+            self.resize(address, storage.nbytes())
+
+    def resize(self, address, size):
+        serial, before, logits = self.alive[address]
+        self.alive[address] = serial, size, logits
+        self.now += size - before
+        if self.now > self.peak:
+            self.peak, self.at_peak = self.now, dict(self.alive)
 
     def remove(self, address):
         self.now -= self.alive.pop(address)[1]
@@ -105,7 +107,7 @@ class Live(TorchDispatchMode):
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         known = {
             "weights": weights,
-            "gradients": [p.grad for p in weights],
+            "gradients": [*(p.grad for p in weights), *self.buckets],
             "moments": tree_leaves([list(state.values()) for state in optimizer.state.values()]),
         }
         part_of = {}
@@ -134,7 +136,8 @@ def compiler(live, fullgraph):
     """Return a replacement for torch.nn.Module.compile, which runs Inductor's code with kernels that do nothing."""
 
     def inner(gm, inputs, **options):
-        key = str([gm.graph, *((one.shape, one.dtype) if isinstance(one, torch.Tensor) else one for one in inputs)])
+        sizes = [(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else t for t in inputs]
+        key = str([gm.graph, sizes, torch._inductor.config.get_hash()])
         if key not in compiled_graphs:
             compiled_graphs[key] = compile_fx_inner(gm, inputs, **options)
 
@@ -161,13 +164,16 @@ def compiler(live, fullgraph):
 class Buckets(torch.nn.Module):
     """Stands in for DistributedDataParallel, which copies the gradients into buckets of the same total size."""
 
-    def __init__(self, module):
+    def __init__(self, module, buckets):
         super().__init__()
-        self.module, self.buckets = module, [torch.zeros_like(p) for p in module.parameters()]
-        self.forward, self.no_sync = module.__call__, contextlib.nullcontext
+        buckets += [torch.zeros_like(p) for p in module.parameters()]
+        self.module, self.no_sync = module, contextlib.nullcontext
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
 
 
-def as_rank_0(ranks):
+def as_rank_0(ranks, live):
     """Return (environment, patches) with which a script runs as rank 0 of `ranks` processes, without the others."""
     begin, mesh = dist.init_process_group, dist.init_device_mesh
 
@@ -186,7 +192,7 @@ def as_rank_0(ranks):
         "torch.distributed.init_process_group": fake_group,
         "torch.distributed.init_device_mesh": real_mesh,
         "torch.distributed.all_gather_object": everywhere_the_same,
-        "torch.nn.parallel.DistributedDataParallel": Buckets,
+        "torch.nn.parallel.DistributedDataParallel": lambda module: Buckets(module, live.buckets),
     }
 
 
@@ -210,11 +216,20 @@ def predict(rung, flags, ranks=1, checkpointing=False, cuda=True):
             checkpoint_blocks(model)
         return model
 
-    environment, patches = as_rank_0(ranks) if rung.kind == "scale" and ranks > 1 else ({}, {})
+    resize, tokens = torch.UntypedStorage.resize_, flags.get("total_batch_size", flags["batch_size"] * flags["seq_len"])
+
+    def resize_and_count(storage, size):
+        resize(storage, size)
+        if storage._cdata in live.alive:
+            live.resize(storage._cdata, size)
+
+    environment, patches = as_rank_0(ranks, live) if ranks > 1 else ({}, {})
     patches |= {
         "torch._inductor.async_compile.AsyncCompile.cpp_pybinding": lambda *_: lambda *args: None,
         "torch._C._dynamo.guards._empty_strided_cpu": empty_strided,
         "torch._C._dynamo.guards._reinterpret_tensor": reinterpret,
+        "torch.UntypedStorage.resize_": resize_and_count,  # how FSDP2 frees and allocates unsharded weights
+        "tiktoken.Encoding.encode_ordinary": lambda *_: [0] * (tokens + 1),  # input.txt can be too short for the batch
     }
     hook = register_optimizer_step_post_hook(end_of_step)
     try:
@@ -233,7 +248,7 @@ def measure(rung, flags, device, ranks=1, checkpointing=False):
     """Return the peak memory of a script's second step on this machine in bytes. Raises RuntimeError if it fails."""
     words = ["measure/peak.py", *["--checkpointing"] * checkpointing, rung.file, "--device", device]
     words += [str(word) for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
-    if rung.kind == "scale" and ranks > 1:
+    if ranks > 1:
         words = f"-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node={ranks}".split() + words
     with tempfile.TemporaryDirectory() as cache:
         text, errors, status = execute(words, cache)
@@ -242,32 +257,37 @@ def measure(rung, flags, device, ranks=1, checkpointing=False):
     return json.loads(text.splitlines()[-1])["peak_bytes"]
 
 
-def advice(row, gib):
-    """Return what to change in a row whose peak exceeds `gib` GiB, or "fits"."""
-    parts, peak = row["parts"], sum(row["parts"].values())
-    if peak <= gib * GIB:
+def peak(row):
+    return sum(row["parts"].values())
+
+
+def advice(row, gib, smallest):
+    """Return "fits", or what to change in a row whose peak exceeds `gib` GiB.
+
+    `smallest()` returns the parts of the same script's peak at B 1.
+    """
+    if peak(row) <= gib * GIB:
         return "fits"
-    fixed = sum(parts[part] for part in ("weights", "gradients", "moments"))
-    batch = int(row["batch_size"] * (gib * GIB - fixed) / (peak - fixed))  # the other parts are proportional to B
-    if batch > 0:
-        return f"lower B to about {batch}"
-    if fixed > gib * GIB:
-        return "shard: fsdp_run.py, more --ranks"
-    return "lower T" if "checkpointing" in row["name"] else "checkpoint the blocks"
+    parts = row["parts"] if row["batch_size"] == 1 else smallest()
+    least = sum(parts.values())
+    if least <= gib * GIB:  # the peak grows in proportion to B - 1
+        return f"lower B to about {1 + int((row['batch_size'] - 1) * (gib * GIB - least) / (peak(row) - least))}"
+    if 2 * parts["weights"] + parts["moments"] > gib * GIB:  # the gradients are as large as the weights
+        return "FSDP2 on more GPUs"
+    if parts["logits"] > parts["activations"]:
+        return "chunk the loss, lower T"
+    return "lower T" if row["checkpointing"] or row["script"] == CHECKPOINTED else "checkpoint the blocks"
 
 
-def table(rows, gib=None):
+def table(rows):
     """Return the rows as a list of dicts of heading -> cell, in GiB."""
     lines = []
     for row in rows:
-        peak = sum(row["parts"].values())
         line = {"script": row["name"]} | {part: f"{row['parts'][part] / GIB:.2f}" for part in PARTS}
-        line["peak, GiB"] = f"{peak / GIB:.2f}"
+        line["peak, GiB"] = f"{peak(row) / GIB:.2f}"
         if row["measured"]:
-            line |= {"measured": f"{row['measured'] / GIB:.2f}", "error": f"{peak / row['measured'] - 1:+.1%}"}
-        if gib:
-            line[f"in {gib:g} GiB"] = advice(row, gib)
-        lines.append(line)
+            line |= {"measured": f"{row['measured'] / GIB:.2f}", "error": f"{peak(row) / row['measured'] - 1:+.1%}"}
+        lines.append(line | ({"what to change": row["advice"]} if row["advice"] else {}))
     return lines
 
 
@@ -293,38 +313,43 @@ def main():
     ladder = [rung for rung in read_ladder() if rung.part == "rung" or rung.part == "branch" and rung.kind != "speed"]
     if unknown := set(args.only) - {rung.number for rung in ladder}:
         parser.error(f"--only {min(unknown)}: expected one of {', '.join(rung.number for rung in ladder)}")
-    if min(*args.batch_size, args.ranks) < 1 or not 1 <= args.seq_len <= 1024 or args.gib is not None and args.gib <= 0:
-        parser.error("need at least 1 for --batch-size and --ranks, 1 to 1024 for --seq-len, more than 0 for --gib")
+    if min(*args.batch_size, args.ranks) < 1 or not 1 <= args.seq_len <= 1024:
+        parser.error("need at least 1 for --batch-size and --ranks, and 1 to 1024 for --seq-len")
+    if args.gib is not None and not args.gib > 0:
+        parser.error("--gib must be more than 0")
     if args.measure and args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--measure: PyTorch finds no GPU here; --device cpu measures on the CPU")
     if args.out and (args.out.is_dir() or not os.access(args.out.parent, os.W_OK)):
         parser.error(f"--out {args.out}: cannot write a file there")
-    gib, found = args.gib, []
-    if args.device == "cuda" and torch.cuda.is_available() and not gib:
-        gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    gib, cuda, found = args.gib, args.device == "cuda", []
+    if cuda and torch.cuda.is_available() and not gib:
+        gib = ask("machine.py", "--device", "cuda")["device_memory_gib"] - 0.5  # leave room for the CUDA context
     for model, batch_size in itertools.product(args.model, args.batch_size):
         rows = []
         for rung, checkpointing in itertools.product(ladder, (False, True)):
-            wanted = not args.only or rung.number in args.only
+            if args.only and rung.number not in args.only:
+                continue
             if checkpointing and (not args.checkpointing or rung.file in (TEN, CHECKPOINTED)):
                 continue  # CHECKPOINTED is TEN with checkpointed blocks
-            if not wanted:
-                continue
             name = title(rung.file) + (" + checkpointing" if checkpointing else "")
             if sys.stderr.isatty():
                 print(f"{model}, B {batch_size}: {name}", file=sys.stderr)
-            flags = options(rung, model, batch_size, args.seq_len, args.ranks)
-            more = {"ranks": args.ranks, "checkpointing": checkpointing}
+            how = {"ranks": args.ranks if rung.kind == "scale" else 1, "checkpointing": checkpointing}
+            at = functools.partial(predict, rung, **how, cuda=cuda)
+            sizes = [options(rung, model, size, args.seq_len, how["ranks"]) for size in (batch_size, 1)]
             row = {"model": model, "batch_size": batch_size, "seq_len": args.seq_len, "script": rung.file, "name": name}
-            row |= more | {"parts": predict(rung, flags, **more, cuda=args.device == "cuda"), "measured": None}
+            row |= how | {"parts": at(sizes[0]), "measured": None, "advice": None}
+            if gib:
+                row["advice"] = advice(row, gib, functools.partial(at, sizes[1]))
             try:
-                row["measured"] = measure(rung, flags, args.device, **more) if args.measure else None
+                row["measured"] = measure(rung, sizes[0], args.device, **how) if args.measure else None
             except RuntimeError as error:
                 sys.exit(f"memory.py: error: {error}")
             rows.append(row)
-        ranks = f", {args.ranks} ranks" if args.ranks > 1 else ""
-        said = f"{model}, B {batch_size}, T {args.seq_len}{ranks}: GiB at the peak of a step, torch {torch.__version__}"
-        print(plain([said], table(rows, gib)), flush=True)
+        said = f"{model}, B {batch_size}, T {args.seq_len}: GiB at the peak of a step, torch {torch.__version__}"
+        said += f", {args.ranks} ranks" if args.ranks > 1 else ""
+        said += f", to fit in {gib:g} GiB" if gib else ""
+        print(plain([said], table(rows)), flush=True)
         found += rows
     if args.out:
         command = shlex.join(["python", "measure/memory.py", *sys.argv[1:]])

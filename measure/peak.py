@@ -5,11 +5,11 @@ bytes that PyTorch's allocator had handed out at any time during the last step. 
 On a CPU, this program adds up the allocations that torch.profiler records, which makes the steps slower. Memory that
 libraries allocate by themselves, such as the CUDA context, is not included.
 
-memory.py runs this program to check its predictions. With --checkpointing before the script's name, each block of the
-model is checkpointed as in branches/activation_checkpointing.py.
+memory.py runs this program to check its predictions. With --checkpointing, each block is checkpointed as in
+branches/activation_checkpointing.py.
 """
 
-import itertools
+import argparse
 import json
 import os
 import runpy
@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from device import memory_in_use
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -29,34 +30,36 @@ def checkpoint_blocks(model):
     block.forward = lambda self, x: checkpoint(forward, self, x, use_reentrant=False)
 
 
-def last_step(script, device):
+def last_step(script, cuda):
     """Run a script with the arguments in sys.argv and return the peak memory of its last step in bytes."""
     ends, peaks = [], []
 
-    def end_of_step(*_):
+    def end_of_step(optimizer, *_):
         ends.append(time.time_ns())
-        if device == "cuda":
-            peaks.append(torch.cuda.max_memory_allocated())
-            torch.cuda.reset_peak_memory_stats()
+        if cuda:
+            device = optimizer.param_groups[0]["params"][0].device
+            peaks.append(torch.cuda.max_memory_allocated(device))
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def run():
+        runpy.run_path(script, run_name="__main__")
 
     register_optimizer_step_post_hook(end_of_step)
-    if device == "cuda":
-        runpy.run_path(script, run_name="__main__")
-        return peaks[-1]
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs every start and stop
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        runpy.run_path(script, run_name="__main__")
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    used = itertools.accumulate(event.nbytes() for event in events)  # nbytes() is negative if memory is freed
-    start, end = ends[-2:]
-    return max(size for size, event in zip(used, events, strict=True) if start < event.start_ns() <= end)
+    in_use = run() if cuda else memory_in_use(run)
+    if len(ends) < 2:
+        sys.exit("peak.py: error: the script must run at least 2 steps")
+    return peaks[-1] if cuda else max(size for ns, size in in_use if ends[-2] < ns <= ends[-1])
 
 
 if __name__ == "__main__":
-    sys.argv.pop(0)
-    if sys.argv[:1] == ["--checkpointing"]:
-        sys.argv.pop(0)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("--checkpointing", action="store_true", help="recompute each block in the backward pass")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="as in the script")
+    parser.add_argument("script", help="the script to run, before its arguments")
+    args, others = parser.parse_known_args()
+    if not Path(args.script).is_file():
+        parser.error(f"expected a script to run, not {args.script}")
+    if args.checkpointing:
         to = torch.nn.Module.to
 
         def checkpointed(model, *args):
@@ -64,9 +67,7 @@ if __name__ == "__main__":
             return to(model, *args)
 
         torch.nn.Module.to = checkpointed
-    if not sys.argv or not Path(sys.argv[0]).is_file():
-        sys.exit(f"peak.py: error: expected a script to run, not {' '.join(sys.argv[:1]) or 'nothing'}")
-    cuda = torch.cuda.is_available() and "cpu" not in sys.argv
-    peak = last_step(sys.argv[0], "cuda" if cuda else "cpu")
+    sys.argv = [args.script, *others, "--device", args.device]
+    peak = last_step(args.script, args.device.startswith("cuda"))
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps({"peak_bytes": peak}), file=sys.__stdout__)

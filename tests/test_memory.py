@@ -120,8 +120,9 @@ def test_memory_refuses_in_one_line(refused, wrong):
     refused("measure/memory.py", "--model", "nano", *wrong)
 
 
-def test_a_script_that_fails_is_one_line(refused):
-    refused("measure/memory.py", "--model", "nano", "--batch-size", 400, "--only", "baseline", says="tokens, but B 400")
+def test_a_script_that_rejects_the_sizes_says_so():
+    with pytest.raises(SystemExit, match="baseline.py: error: .* 338025 tokens, but B 400"):
+        memory.predict(RUNGS["baseline.py"], flags("baseline.py", batch_size=400, seq_len=1024))
 
 
 @pytest.mark.parametrize("name", losses.WAYS)
