@@ -1,12 +1,12 @@
 """Activation checkpointing (memory): keep only each block's input, and recompute the block in the backward pass.
 
-The backward pass needs the results of almost every operation of a block, so the forward pass stores them. With
-checkpoint(), it stores only the block's input: 50 MB per block at B 16 and T 1024 (16 x 1024 x 768 float32 values). The
-backward pass then runs each block's forward pass again (Chen et al. 2016), which adds 23% more FLOPs to a step. The
-freed memory allows a larger batch or a larger model.
+The backward pass needs the inputs of most operations in a block, so the forward pass stores them. With checkpoint(), it
+stores only the block's input: 50 MB per block at B 16 and T 1024 (16 x 1024 x 768 float32 values). In the backward
+pass, each block computes the rest again (Chen et al. 2016), which adds about 16% to the FLOPs of a step. The freed
+memory allows a larger batch or a larger model.
 
-When it does not help: if the batch fits without it. Most of the remaining memory is then logits (chunked_loss.py) or
-weights, gradients and moments (fsdp_run.py).
+When it does not help: if the batch fits without it, or if the logits (chunked_loss.py) or the weights, gradients and
+moments (fsdp_run.py) take most of the memory.
 
     make diff-activation    shows what this file changes
 """

@@ -1,12 +1,12 @@
-"""Chunked loss (memory): the cross-entropy of a quarter of the tokens at a time, so all logits never exist at once.
+"""Chunked loss (memory): the cross-entropy of a quarter of the tokens at a time, so that fewer logits exist at once.
 
 The logits are the largest tensor of a step. At B 64 and T 1024, 65,536 x 50,304 bf16 values take 6.6 GB. This script
-computes the loss in four chunks. checkpoint() frees each chunk's logits after its loss and recomputes them in the
-backward pass, so only 1.6 GB of logits exist at a time. In exchange, four gradients of the head's weight exist until
-the compiled code adds them up (77 MB each in bf16), and the head runs one more matmul (10% more FLOPs in total).
+computes the loss in four chunks. checkpoint() frees a chunk's logits as soon as its loss is known and computes them
+again in the backward pass, so at most 1.6 GB of logits exist at a time. The cost is one more matmul of the head (10%
+more FLOPs per step) and four gradients of its weight (77 MB each) until the compiled code adds them up.
 
-When it does not help: if a smaller B is fast enough. Up to B 3 at T 1024, the four gradients take up as much memory as
-the chunks save.
+When it does not help: if a larger batch is no faster, or if B is small. Below B 3 at T 1024, the extra gradients take
+more memory than the chunks save.
 
     make diff-chunked    shows what this file changes
 """
@@ -244,8 +244,8 @@ def main():
     print_header(args, model, loader)
 
     model.to(device)
-    # By default, Inductor fuses kernels that share 10 bytes of input. The chunks' kernels share 16 bytes of constants.
-    # Fused, they would need the logits of all chunks at once.
+    # By default, Inductor fuses two kernels that share at least 10 bytes of input. The kernels of the chunks share 16
+    # bytes of constants. If they were fused, the logits of all chunks would exist at once.
     torch._inductor.config.score_fusion_memory_threshold = 1000
     model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
     print("compiling: the first step takes about a minute", flush=True)

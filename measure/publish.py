@@ -192,40 +192,37 @@ def two(measured):
 
 
 def fits(name):
-    """Return the rows of a file in results/ that memory.py wrote, each with its peak and its fixed part in bytes."""
+    """Return the rows of a file in results/ that memory.py wrote, each with its peak in bytes."""
     rows = json.loads((ROOT / "results" / name).read_text(encoding="utf-8"))["rows"]
-    for row in rows:
-        row["peak"] = sum(row["parts"].values())
-        row["fixed"] = sum(row["parts"][part] for part in ("weights", "gradients", "moments"))
-    return rows
+    return [row | {"peak": sum(row["parts"].values())} for row in rows]
 
 
 def fit_measured():
     """Return a table of predicted and measured peaks on a CPU, in MiB."""
-    return [
-        {
-            "model": row["model"],
-            "B": f"{row['batch_size']}",
-            "script": row["name"] + (f", {row['ranks']} ranks" if row["ranks"] > 1 else ""),
-            "weights, gradients, moments": f"{row['fixed'] / 2**20:,.0f}",
-            "logits": f"{row['parts']['logits'] / 2**20:,.0f}",
-            "activations": f"{row['parts']['activations'] / 2**20:,.0f}",
-            "predicted, MiB": f"{row['peak'] / 2**20:,.0f}",
-            "measured, MiB": f"{row['measured'] / 2**20:,.0f}",
-            "error": f"{row['peak'] / row['measured'] - 1:+.1%}".replace("-", "−"),
+    table = []
+    for row in (*fits("memory-cpu.json"), *fits("memory-ranks.json")):
+        name = row["name"] + (f", {row['ranks']} ranks" if row["ranks"] > 1 else "")
+        parts = row["parts"] | {"weights, gradients, moments": sum(list(row["parts"].values())[:3])}
+        line = {"model": row["model"], "B": f"{row['batch_size']}", "script": name}
+        line |= {
+            part: f"{parts[part] / 2**20:,.0f}" for part in ("weights, gradients, moments", "logits", "activations")
         }
-        for row in (*fits("memory-cpu.json"), *fits("memory-ranks.json"))
-    ]
+        line |= {"predicted, MiB": f"{row['peak'] / 2**20:,.0f}", "measured, MiB": f"{row['measured'] / 2**20:,.0f}"}
+        table.append(line | {"error": f"{row['peak'] / row['measured'] - 1:+.1%}".replace("-", "−")})
+    return table
 
 
 def fit():
     """Return a table of predicted peaks on a GPU in GiB, with a row per script and a column per batch size."""
-    table = {}
-    for row in fits("memory.json"):
+    rows = fits("memory.json")
+    sizes, table = sorted({row["batch_size"] for row in rows}), {}
+    for row in rows:
         line = table.setdefault(row["name"], {"script": row["name"]})
         line[f"B {row['batch_size']}"] = f"{row['peak'] / 2**30:.1f}"
-        if row["batch_size"] == 64:
-            line |= {f"{part}, B 64": f"{row['parts'][part] / 2**30:.1f}" for part in ("logits", "activations")}
+        if row["batch_size"] == sizes[-1]:
+            line |= {
+                f"{part}, B {sizes[-1]}": f"{row['parts'][part] / 2**30:.1f}" for part in ("logits", "activations")
+            }
     return list(table.values())
 
 

@@ -76,6 +76,9 @@ def cells(data):
     for row in data["rows"]:
         done, profile, fit = row["median_ms"] is not None, row["profile"] or {}, row["fit"] or {}
         error = f" (a pass failed: {row['error']})" if done and row["error"] else ""
+        before = (
+            f" over {Path(row['before']).stem.removeprefix('speedup_').split('_')[0]}" if row["kind"] != "rung" else ""
+        )
         held = f" ({profile['reserved_gib']:.2f})" if profile.get("reserved_gib") else ""
         table.append(
             {
@@ -83,7 +86,7 @@ def cells(data):
                 "ms per step (quartiles)": step(row) if done else row["error"] or "not measured yet",
                 "tokens/s": number(row["tokens_per_s"], ",.0f"),
                 "× baseline": times(row["over_baseline"]),
-                "× previous": times(row["over_before"]),
+                "× previous": times(row["over_before"]) + before * bool(row["over_before"]),
                 "peak GiB (reserved)" if reserved else "peak GiB": number(row["peak_memory_gib"], ".2f", held),
                 "first step, s": number(row["first_step_s"], ".2f"),
                 "model TFLOP/s": number(row["tflops"], ".3g"),
