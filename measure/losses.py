@@ -8,13 +8,16 @@ the forward and the backward pass together. F.linear_cross_entropy needs torch 2
 
 import argparse
 import functools
+import shlex
 import statistics
+import sys
 
 import torch
 import torch.nn.functional as F
 from attention import peak_bytes
 from commands import ask
 from device import add_device, out_of_memory, seconds
+from record import now
 from render import plain
 from torch.utils.checkpoint import checkpoint
 
@@ -98,7 +101,8 @@ def main():
         row["ms"] = f"{statistics.median(times):.0f} ({min(times):.0f}-{max(times):.0f})"
     chip = ask("machine.py", "--device", str(args.device))["name"]
     said = f"{args.rows} rows, C {args.width}, vocabulary {args.vocab_size}, {chip}, torch {torch.__version__}"
-    print(plain([said, f"exact loss {exact[0].item():.4f}"], table), end="")
+    line = f"{shlex.join(['python', 'measure/losses.py', *sys.argv[1:]])}, {now()[:10]}"
+    print(plain([line, said, f"exact loss {exact[0].item():.4f}"], table), end="")
 
 
 if __name__ == "__main__":
