@@ -202,12 +202,10 @@ def fit_measured():
     table = []
     for row in (*fits("memory-cpu.json"), *fits("memory-ranks.json")):
         name = row["name"] + (f", {row['ranks']} ranks" if row["ranks"] > 1 else "")
-        parts = row["parts"] | {"weights, gradients, moments": sum(list(row["parts"].values())[:3])}
-        line = {"model": row["model"], "B": f"{row['batch_size']}", "script": name}
-        line |= {
-            part: f"{parts[part] / 2**20:,.0f}" for part in ("weights, gradients, moments", "logits", "activations")
-        }
-        line |= {"predicted, MiB": f"{row['peak'] / 2**20:,.0f}", "measured, MiB": f"{row['measured'] / 2**20:,.0f}"}
+        line = {"step": f"{row['model']}, B {row['batch_size']}", "script": name}
+        sizes = {part: row["parts"][part] for part in ("logits", "activations")}
+        sizes |= {"predicted, MiB": row["peak"], "measured, MiB": row["measured"]}
+        line |= {heading: f"{size / 2**20:,.0f}" for heading, size in sizes.items()}
         table.append(line | {"error": f"{row['peak'] / row['measured'] - 1:+.1%}".replace("-", "−")})
     return table
 

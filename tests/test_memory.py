@@ -5,6 +5,7 @@ import json
 import attention
 import losses
 import memory
+import publish
 import pytest
 import torch
 from conftest import CHECKPOINTING, CHUNKED, RUNGS, load, play
@@ -28,6 +29,30 @@ def predict(script, **options):
 def test_the_prediction_matches_the_measured_peak(script):
     measured = memory.measure(RUNGS[script], flags(script), "cpu")
     assert sum(predict(script).values()) == pytest.approx(measured, rel=0.03)
+
+
+def test_the_published_predictions_are_near_the_measurements():
+    rows = [*publish.fits("memory-cpu.json"), *publish.fits("memory-ranks.json")]
+    for model, batch_size in ("nano", 4), ("gpt2", 1):
+        found = [
+            (row["script"], row["checkpointing"])
+            for row in rows
+            if (row["model"], row["batch_size"]) == (model, batch_size)
+        ]
+        assert found == [(memory.TEN, False), (CHUNKED, False), (CHUNKED, True), (CHECKPOINTING, False)]
+    for row in rows:
+        assert row["peak"] == pytest.approx(row["measured"], rel=0.05), row["name"]
+
+
+@pytest.mark.slow
+def test_the_published_predictions_are_those_of_the_current_script():
+    parts = memory.predict(RUNGS[CHUNKED], flags(CHUNKED, batch_size=1, seq_len=1024), cuda=False)
+    (row,) = (
+        row
+        for row in publish.fits("memory-cpu.json")
+        if (row["name"], row["model"], row["batch_size"]) == ("Chunked loss", "nano", 1)
+    )
+    assert row["parts"] == pytest.approx(parts, rel=0.01)
 
 
 @pytest.mark.gpu
