@@ -1,4 +1,4 @@
-"""Measure the peak memory of a script's last step:  python measure/peak.py speedup_10_fused_adamw.py --steps 2
+"""Measure the peak memory of a script's last step:  python measure/peak.py baseline.py --steps 2
 
 This program runs the script with its arguments and prints JSON after the script's own output: the largest number of
 bytes that PyTorch's allocator had handed out at any time during the last step. On CUDA, the allocator keeps this count.

@@ -258,7 +258,7 @@ def parts(measured):
         "beside": render.part("beside.md", logs=list(beside(measured, logs, counts)), table=table),
         "fit": table(fit()),
         "fit_measured": table(fit_measured()),
-        "losses": f"```\n{(ROOT / 'results' / 'losses.txt').read_text(encoding='utf-8').strip()}\n```",
+        "losses": f"```console\n{(ROOT / 'results' / 'losses.txt').read_text(encoding='utf-8').strip()}\n```",
         "results": render.part("results.md", results=measured, drawn=figures, ALT=render.ALT),
         "log": printed(whole[0]),
     }

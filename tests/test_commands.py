@@ -81,6 +81,9 @@ NOT_RUN = {
         "python measure/peers.py compiled",
         "python measure/peers.py trainer",
         "python measure/attention.py",  # test_branches.py runs it with short sequences
+        "python measure/losses.py",  # test_memory.py runs it with few tokens
+        "python measure/memory.py --model gpt2-xl --batch-size 8",  # test_memory.py predicts nano
+        "python measure/memory.py --model gpt2-xl --batch-size 8 --ranks 4 --checkpointing --gib 80",
         "python measure/attention.py --batch-size 32 --heads 8 --seq-lens 2048 --dtype fp16",
         'make ladder ARGS="--batch-size 16 --peers --profile --batches --budget 30"',
         "make ladder ARGS=--batches",
