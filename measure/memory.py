@@ -41,7 +41,12 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode_temporarily
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _pop_mode_temporarily,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 sys.path.append(str(ROOT))
@@ -86,7 +91,7 @@ class Live(TorchDispatchMode):
     def add(self, tensor):
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address not in self.alive:
+        if address not in self.alive and not is_traceable_wrapper_subclass(tensor):  # a DTensor holds no memory itself
             logits = tensor.dim() > 1 and tensor.size(-1) in VOCABULARY and tensor.stride(-1) == 1
             self.alive[address] = next(self.serial), 0, logits
             weakref.finalize(storage, self.remove, address)

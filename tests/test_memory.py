@@ -41,7 +41,7 @@ def test_the_published_predictions_are_near_the_measurements():
         ]
         assert found == [(memory.TEN, False), (CHUNKED, False), (CHUNKED, True), (CHECKPOINTING, False)]
     for row in rows:
-        assert row["peak"] == pytest.approx(row["measured"], rel=0.05), row["name"]
+        assert row["peak"] == pytest.approx(row["measured"], rel=0.03 if row["ranks"] == 1 else 0.1), row["name"]
 
 
 @pytest.mark.slow
@@ -106,11 +106,11 @@ def test_ddp_copies_the_gradients():
 
 @pytest.mark.slow
 def test_the_prediction_matches_the_peak_of_two_processes():
-    """FSDP2 shards the weights, and its fake process group stands in for the other rank."""
-    script = "branches/fsdp_run.py"
-    parts = predict(script, ranks=2)
-    measured = memory.measure(RUNGS[script], flags(script, ranks=2), "cpu", ranks=2)
-    assert sum(parts.values()) == pytest.approx(measured, rel=0.06)  # the collectives allocate at varying times
+    """FSDP2 shards the weights. The prediction leaves out the copies that Gloo makes, which NCCL does not need."""
+    sizes = flags("branches/fsdp_run.py", seq_len=1024, ranks=2)
+    parts = memory.predict(RUNGS["branches/fsdp_run.py"], sizes, ranks=2, cuda=False)
+    measured = memory.measure(RUNGS["branches/fsdp_run.py"], sizes, "cpu", ranks=2)
+    assert sum(parts.values()) == pytest.approx(measured, rel=0.1)
     assert parts["moments"] == pytest.approx(2 * parts["weights"], rel=0.01)
 
 
