@@ -36,8 +36,7 @@ class Rung:
 
     @property
     def number(self):
-        """The short name: 02 for speedup_02_tf32.py, ddp for ddp_run.py, fsdp for branches/fsdp_run.py."""
-        return Path(self.file).stem.removeprefix("speedup_").split("_")[0]
+        return short(self.file)
 
 
 def read_toml(name):
@@ -75,6 +74,11 @@ def read_ladder():
         except (KeyError, TypeError, ValueError) as error:  # a missing, unknown or invalid field
             raise ValueError(f"ladder.toml: {row.get('file')}: {error}") from None
     return list(rungs.values())
+
+
+def short(script):
+    """Return 02 for speedup_02_tf32.py, ddp for ddp_run.py, and fsdp for branches/fsdp_run.py."""
+    return Path(script).stem.removeprefix("speedup_").split("_")[0]
 
 
 @cache

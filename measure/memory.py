@@ -89,9 +89,13 @@ class Live(TorchDispatchMode):
         return out
 
     def add(self, tensor):
+        if is_traceable_wrapper_subclass(tensor):  # a DTensor: only its local shard takes memory
+            for name in tensor.__tensor_flatten__()[0]:
+                self.add(getattr(tensor, name))
+            return
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address not in self.alive and not is_traceable_wrapper_subclass(tensor):  # a DTensor holds no memory itself
+        if address not in self.alive:
             logits = tensor.dim() > 1 and tensor.size(-1) in VOCABULARY and tensor.stride(-1) == 1
             self.alive[address] = next(self.serial), 0, logits
             weakref.finalize(storage, self.remove, address)

@@ -8,7 +8,7 @@ import jinja2
 import matplotlib
 import numpy as np
 from floor import totals
-from ladder import title
+from ladder import short, title
 from matplotlib.figure import Figure
 from record import ROOT, read, too_large
 from rich.console import Console
@@ -76,9 +76,7 @@ def cells(data):
     for row in data["rows"]:
         done, profile, fit = row["median_ms"] is not None, row["profile"] or {}, row["fit"] or {}
         error = f" (a pass failed: {row['error']})" if done and row["error"] else ""
-        before = (
-            f" over {Path(row['before']).stem.removeprefix('speedup_').split('_')[0]}" if row["kind"] != "rung" else ""
-        )
+        before = f" over {short(row['before'])}" if row["kind"] != "rung" and row["over_before"] else ""
         held = f" ({profile['reserved_gib']:.2f})" if profile.get("reserved_gib") else ""
         table.append(
             {
@@ -86,7 +84,7 @@ def cells(data):
                 "ms per step (quartiles)": step(row) if done else row["error"] or "not measured yet",
                 "tokens/s": number(row["tokens_per_s"], ",.0f"),
                 "× baseline": times(row["over_baseline"]),
-                "× previous": times(row["over_before"]) + before * bool(row["over_before"]),
+                "× previous": times(row["over_before"]) + before,
                 "peak GiB (reserved)" if reserved else "peak GiB": number(row["peak_memory_gib"], ".2f", held),
                 "first step, s": number(row["first_step_s"], ".2f"),
                 "model TFLOP/s": number(row["tflops"], ".3g"),
