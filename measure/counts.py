@@ -37,12 +37,12 @@ from record import ROOT, save
 from render import plain
 from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import _recursive_post_grad_passes as post_grad_passes
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.utils import get_fused_kernel_name
 from torch.fx.node import map_arg
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry as FLOPS
 from torch.utils.flop_counter import register_flop_formula
@@ -234,17 +234,7 @@ def compiler(counter):
         run._boxed_call = True
         return run
 
-    def compile(module, **_):
-        backend = functools.partial(compile_fx, inner_compile=inner)
-        call = torch.compile(module._call_impl, backend=backend, fullgraph=True)  # reject code outside the graph
-
-        def without_counter(*args):
-            with _pop_mode_temporarily():  # Dynamo does not compile under an unknown dispatch mode
-                return call(*args)
-
-        module._compiled_call_impl = without_counter
-
-    return compile
+    return fake.compiler(inner)
 
 
 def step(rung, model, batch_size, seq_len, cuda=True):

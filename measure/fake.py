@@ -5,6 +5,7 @@ kernels of such a step, and memory.py adds up the sizes of its tensors.
 """
 
 import contextlib
+import functools
 import io
 import os
 import runpy
@@ -14,7 +15,28 @@ import torch
 import torch._inductor.config
 from commands import OVERRIDES
 from record import ROOT
+from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _pop_mode_temporarily
+
+
+def compiler(inner, fullgraph=True):
+    """Return a replacement for torch.nn.Module.compile.
+
+    `inner` compiles a graph, as Inductor's compile_fx_inner does. With `fullgraph`, code outside a graph is an error.
+    """
+
+    def compile(module, **_):
+        backend = functools.partial(compile_fx, inner_compile=inner)
+        call = torch.compile(module._call_impl, backend=backend, fullgraph=fullgraph, dynamic=False)
+
+        def without_mode(*args):
+            with _pop_mode_temporarily():  # Dynamo does not compile under an unknown dispatch mode
+                return call(*args)
+
+        module._compiled_call_impl = without_mode
+
+    return compile
 
 
 def run(script, flags, mode, compile, cuda=True, to=lambda module, device: module):

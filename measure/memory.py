@@ -37,14 +37,13 @@ from ladder import read_ladder, title
 from peak import checkpoint_blocks
 from record import ROOT, now, parse, save
 from render import plain
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    _pop_mode_temporarily,
     is_traceable_wrapper_subclass,
 )
 from torch.utils._pytree import tree_leaves
@@ -157,17 +156,7 @@ def compiler(live, fullgraph):
         run._boxed_call = True
         return run
 
-    def compile(module, **_):
-        backend = functools.partial(compile_fx, inner_compile=inner)
-        call = torch.compile(module._call_impl, backend=backend, fullgraph=fullgraph, dynamic=False)
-
-        def without_mode(*args):
-            with _pop_mode_temporarily():  # Dynamo does not compile under an unknown dispatch mode
-                return call(*args)
-
-        module._compiled_call_impl = without_mode
-
-    return compile
+    return fake.compiler(inner, fullgraph)
 
 
 class Buckets(torch.nn.Module):
