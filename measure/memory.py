@@ -89,8 +89,9 @@ class Live(TorchDispatchMode):
 
     def add(self, tensor):
         if is_traceable_wrapper_subclass(tensor):  # a DTensor: only its local shard takes memory
-            for name in tensor.__tensor_flatten__()[0]:
-                self.add(getattr(tensor, name))
+            for inner in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+                if isinstance(inner, torch.Tensor):  # not its DeviceMesh
+                    self.add(inner)
             return
         storage = tensor.untyped_storage()
         address = storage._cdata

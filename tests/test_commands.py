@@ -58,7 +58,7 @@ NOT_RUN = {
         "cd ladder",
         "ghp-import --no-jekyll --push docs/site",
     ],
-    "test_docs.py, test_measure.py or test_ranks.py runs it, or the same with more options": [
+    "test_docs.py, test_measure.py, test_memory.py or test_ranks.py runs it, or the same with more options": [
         "make docs",
         "make ladder",
         "make ladder ARGS=--branches",
@@ -66,6 +66,7 @@ NOT_RUN = {
         'make ladder ARGS="--repeat 3 --peers --profile"',
         "python docs/build_site.py",
         "python measure/measure.py",
+        "python measure/peak.py baseline.py --steps 2",
         "python measure/publish.py [FOLDER]",
         "torchrun --standalone --nproc_per_node=2 measure/allreduce.py --step-ms 2900",
         "torchrun --standalone --nproc_per_node=2 measure/allreduce.py --model gpt2 --step-ms 2900",
