@@ -89,8 +89,9 @@ def test_a_text_without_a_batch_for_each_rank_is_too_short(short_text, tokens):
 
 
 @pytest.mark.parametrize("script", ALL_LOADERS)
-def test_every_id_of_the_vocabulary_is_read_as_it_is(script, tmp_path):
+def test_every_id_of_the_vocabulary_is_read_as_it_is(script, tmp_path, monkeypatch):
     """Token ids above 32,767 (the signed 16-bit maximum) are read unchanged. <|endoftext|> is read as ordinary text."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(ROOT / "tokenizer"))
     encoding = tiktoken.get_encoding("gpt2")
     text = " SolidGoldMagikarp<|endoftext|>" + encoding.decode([*range(32000, 34000), *range(50000, 50256)])
     expected = encoding.encode_ordinary(text)
