@@ -12,7 +12,7 @@ What is predicted:
 * --ranks N: one of the N processes of ddp_run.py and fsdp_run.py, with two micro-steps per step. PyTorch's fake process
   group stands in for the other ranks. DDP's own code cannot run on fake tensors; its buckets, which are a second copy
   of the gradients, are allocated instead.
-* Not included: the CUDA context (about half a GiB), workspaces of cuBLAS, and fragmentation.
+* Not included: the CUDA context, workspaces of cuBLAS, and fragmentation.
 """
 
 import argparse
