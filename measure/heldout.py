@@ -1,0 +1,98 @@
+"""Train a script and evaluate it on text that it does not train on:  python measure/heldout.py baseline.py --steps 100
+
+The script trains on the first nine tenths of input.txt. Ten times during the run, a hook that PyTorch calls after an
+optimizer step computes the loss of every 8th batch of the last tenth, in float32. The script itself is unchanged. All
+options but --max-lr, the highest learning rate of get_lr() (from rung 09 on), go to the script.
+
+After the script's output, this program prints one line of JSON: the optimizer steps of the evaluations, their losses in
+nats per token, and the milliseconds of each step. A step's time excludes the evaluations.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from record import ROOT
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+EVALUATIONS, EVERY_BATCH = 10, 8
+
+
+def load(script):
+    """Import a script as a module, without running it."""
+    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def split(path, folder):
+    """Write the first nine tenths of a text and the rest into two files in a folder, and return their paths."""
+    text = Path(path).read_text(encoding="utf-8")
+    end = text.index("\n", len(text) * 9 // 10)
+    train, held_out = Path(folder, "train.txt"), Path(folder, "held_out.txt")
+    train.write_text(text[:end], encoding="utf-8")
+    held_out.write_text(text[end:], encoding="utf-8")
+    return train, held_out
+
+
+def evaluate(model, batches):
+    """Return the mean loss of the batches, in nats per token, in float32 and without the compiled code."""
+    device, precision = next(model.parameters()).device, torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    with torch.no_grad():
+        losses = [type(model).forward(model, x.to(device), y.to(device)).item() for x, y in batches]
+    torch.set_float32_matmul_precision(precision)
+    return sum(losses) / len(losses)
+
+
+def train(script, max_lr, words):
+    """Run a script with the options `words` and return the dict that this program prints."""
+    module, kept = load(script), {"at": time.perf_counter()}
+    found = {"steps": [], "losses": [], "ms": []}
+    if max_lr:
+        module.get_lr.__defaults__ = (max_lr, *module.get_lr.__defaults__[1:])
+    print_header = module.print_header
+
+    def header(args, model, loader):
+        print_header(args, model, loader)
+        kept.update(model=model, last=args.steps, every=max(1, args.steps // EVALUATIONS))
+        held_out = module.DataLoaderLite(texts[1], loader.B, loader.T)
+        count = (len(held_out.tokens) - 1) // (loader.B * loader.T)
+        kept["batches"] = [held_out.next_batch() for _ in range(count)][::EVERY_BATCH]
+
+    def after_step(*_):
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        found["ms"].append(1000 * (time.perf_counter() - kept["at"]))
+        if len(found["ms"]) % kept["every"] == 0 or len(found["ms"]) == kept["last"]:
+            found["steps"].append(len(found["ms"]))
+            found["losses"].append(evaluate(kept["model"], kept["batches"]))
+        kept["at"] = time.perf_counter()
+
+    module.print_header = header
+    register_optimizer_step_post_hook(after_step)
+    with tempfile.TemporaryDirectory() as folder:
+        texts = split(ROOT / "input.txt", folder)
+        sys.argv = [script, *words, f"--data={texts[0]}"]
+        try:
+            module.main()
+        except (Exception, KeyboardInterrupt) as error:
+            sys.exit(module.exit_message(error))
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("script", help="a script of the ladder, such as baseline.py")
+    parser.add_argument("--max-lr", type=float, help="default: the script's own")
+    args, words = parser.parse_known_args()
+    if not (ROOT / args.script).is_file():
+        parser.error(f"there is no script {args.script}")
+    print(json.dumps(train(args.script, args.max_lr, words)))

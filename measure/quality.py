@@ -1,0 +1,212 @@
+"""Measure what each rung learns on the small model nano:  python measure/quality.py   (make quality)
+
+Each script trains once per seed, on the first nine tenths of input.txt. A seed sets the initial weights; all runs read
+the same batches. heldout.py evaluates the run ten times on text from the last tenth. The evaluations are not timed. The
+table compares each rung with the rung before: how many steps and seconds does it need to reach the held-out loss that
+the rung before reaches at the end? Losses between two evaluations are interpolated. Seconds are steps times the
+run's median step time, so they exclude the compilation.
+
+With --max-lr, each script runs at each of these learning rates, and each script is compared with the best rate of the
+first script. Each finished run is saved. If you stop the measurement, the same command continues it.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import shlex
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import numpy as np
+import record
+import render
+from commands import ask, execute
+from ladder import read_ladder, title
+from matplotlib.figure import Figure
+from record import ROOT, median_ms, parse, rounded
+
+# By default, glibc returns freed memory to the system. Reallocating it would take a third of nano's step time on a CPU.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+
+
+def train(script, max_lr, seed, settings, cache):
+    """Run heldout.py once. Returns the run as a dict. Raises RuntimeError if the script fails."""
+    options = ["--model", settings["model"], "--steps", settings["steps"], "--device", settings["device"]]
+    rate = ["--max-lr", max_lr] if max_lr else []
+    words = ["measure/heldout.py", script, *rate, *options, "--seed", seed]
+    text, errors, status = execute([str(word) for word in words], cache)
+    if status:
+        raise RuntimeError(f"{script}: {parse(text, errors, status)['error']}")
+    found = json.loads(text.splitlines()[-1])
+    return {"script": script, "max_lr": max_lr, "seed": seed} | {
+        "steps": found["steps"],
+        "losses": [round(loss, 4) for loss in found["losses"]],
+        "ms": rounded(median_ms({"times_ms": found["ms"]})),
+    }
+
+
+def steps_to(run, loss):
+    """Return the number of steps that a run takes to reach a held-out loss, or infinity."""
+    steps, losses = run["steps"], np.minimum.accumulate(run["losses"])
+    if losses[-1] > loss:
+        return np.inf
+    return float(np.interp(-loss, -losses, steps))  # np.interp needs increasing values
+
+
+def compare(data):
+    """Return a list of dicts, one per script and learning rate, in the order of the measurement.
+
+    "target" is the mean final loss of the row that it is compared with: the rung before or, if the measurement has
+    learning rates, the best row of the first script. "steps" and "seconds" to the target, "gain" and "losses" (at the
+    end) have one value per seed. "gain" is the time that the other row takes to the target at the same seed, divided by
+    the time that this row takes.
+    """
+    rows = []
+    for script, max_lr in itertools.product(data["settings"]["scripts"], data["settings"]["max_lr"]):
+        runs = [run for run in data["runs"] if (run["script"], run["max_lr"]) == (script, max_lr)]
+        runs.sort(key=lambda run: run["seed"])
+        rows.append({"script": script, "max_lr": max_lr, "runs": runs})
+        rows[-1] |= {"losses": [run["losses"][-1] for run in runs], "ms": float(np.median([run["ms"] for run in runs]))}
+    first = [row for row in rows if row["script"] == rows[0]["script"]]
+    best = min(first, key=lambda row: np.mean(row["losses"]))
+    before = {rung.file: rung.before for rung in read_ladder()}
+    for row in rows:
+        row["other"] = best if row["max_lr"] else next((r for r in rows if r["script"] == before[row["script"]]), None)
+        row |= {"target": None, "steps": [], "seconds": [], "gain": []}
+        if row["other"] and row["other"] is not row:
+            row["target"] = float(np.mean(row["other"]["losses"]))
+            row["steps"] = [steps_to(run, row["target"]) for run in row["runs"]]
+            row["seconds"] = [steps * run["ms"] / 1000 for steps, run in zip(row["steps"], row["runs"], strict=True)]
+            whole = row["other"]["runs"][0]["steps"][-1] * row["other"]["ms"] / 1000
+            row["gain"] = [whole / seconds for seconds in row["seconds"]]
+    return rows
+
+
+def spread(values, form, most=None):
+    """Return the median of the values and their range, such as 78 (71–90). Values above `most` are shown as >most."""
+    if not values:
+        return ""
+    shown = [f">{most}" if value == np.inf else format(value, form) for value in np.sort(values)]
+    middle = shown[len(shown) // 2]
+    return f"{middle} ({shown[0]}–{shown[-1]})" if shown[0] != shown[-1] else middle
+
+
+def cells(data):
+    """Return the table of rows as a list of dicts of heading -> cell."""
+    table, last = [], data["settings"]["steps"]
+    for row in compare(data):
+        long = f"{last * row['ms'] / 1000:.0f}"
+        line = {"script": title(row["script"])} | ({"rate": f"{row['max_lr']:g}"} if row["max_lr"] else {})
+        table.append(
+            line
+            | {
+                "ms per step": f"{row['ms']:.0f}",
+                f"held-out loss after {last} steps": spread(row["losses"], ".3f"),
+                "loss to reach": render.number(row["target"], ".3f"),
+                "steps to it": spread(row["steps"], ".0f", last),
+                "seconds to it": spread(row["seconds"], ".1f", long),
+                "time, × previous": spread(row["gain"], ".2f"),
+            }
+        )
+    return table
+
+
+def conditions(data):
+    settings, seeds = data["settings"], sorted({run["seed"] for run in data["runs"]})
+    return [
+        f"{data['command']}, {data['date']}",
+        f"{settings['model']}, {len(seeds)} seeds, {data['device']}, torch {data['torch']}, "
+        f"{settings['jobs']} runs at a time",
+    ]
+
+
+def curves(data):
+    """Return a figure: the mean held-out loss of each row over the steps and over the seconds of training."""
+    figure = Figure(figsize=(10.0, 4.6))
+    left, right = figure.subplots(1, 2, sharey=True)
+    rows = compare(data)
+    if rows[0]["max_lr"]:  # only the best rate of each script
+        rows = [
+            min((row for row in rows if row["script"] == script), key=lambda row: np.mean(row["losses"]))
+            for script in dict.fromkeys(row["script"] for row in rows)
+        ]
+    for place, row in enumerate(rows):
+        steps = np.array(row["runs"][0]["steps"])
+        losses = np.array([run["losses"] for run in row["runs"]])
+        rate = f", rate {row['max_lr']:g}" if row["max_lr"] else ""
+        style = {"color": f"C{place % 10}", "linestyle": "-" if place < 10 else "--"}
+        for axes, x in ((left, steps), (right, steps * row["ms"] / 1000)):
+            axes.plot(x, losses.mean(0), label=title(row["script"]) + rate, linewidth=1.3, **style)
+            axes.fill_between(x, losses.min(0), losses.max(0), alpha=0.15, color=style["color"], linewidth=0)
+    left.set(xlabel="step", ylabel="held-out loss, nats per token", title="Held-out loss over steps")
+    right.set(xlabel="seconds of training, without compilation", title="Held-out loss over time")
+    right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    rungs = [rung.file for rung in read_ladder() if rung.part == "rung" and rung.kind != "scale"]
+    parser.add_argument("--scripts", nargs="+", default=rungs, help="default: baseline.py to rung 10")
+    parser.add_argument("--max-lr", nargs="+", type=float, default=[None], help="learning rates for get_lr()")
+    parser.add_argument("--model", default="nano", help="default nano")
+    parser.add_argument("--steps", type=int, default=100, help="default 100")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, default 5")
+    parser.add_argument("--device", help="default: the accelerator that PyTorch finds, or cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, default 1; more than 1 affects the times")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quality.json", help="default runs/quality.json")
+    args = parser.parse_args()
+    if min(args.steps, args.seeds, args.jobs) < 1:
+        parser.error("--steps, --seeds and --jobs must be at least 1")
+    if unknown := [script for script in args.scripts if not (ROOT / script).is_file()]:
+        parser.error(f"there is no script {unknown[0]}")
+    try:
+        machine = ask("machine.py", *(["--device", args.device] if args.device else []))
+        settings = {key: getattr(args, key) for key in ("scripts", "max_lr", "model", "steps", "seeds", "jobs")}
+        settings["device"] = machine["device"]
+        line = shlex.join(["python", "measure/quality.py", *sys.argv[1:]])
+        data = {"command": line, "date": record.now()[:10], "commit": record.commit(), "device": machine["name"]}
+        data |= {"torch": machine["torch"], "settings": settings, "runs": []}
+        if args.out.exists():
+            earlier = json.loads(args.out.read_text(encoding="utf-8"))
+            if any(earlier[key] != data[key] for key in ("device", "torch", "settings")):
+                parser.error(f"{args.out} has a different measurement: use another --out")
+            data = earlier
+        measure(data, args.out)
+    except (OSError, RuntimeError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
+    print("\n" + render.plain(conditions(data), cells(data)), end="")
+    print(f"\n{args.out}, {args.out.with_suffix('.svg')}")
+
+
+def measure(data, out):
+    """Run what is missing in `data`, one seed after the other, and save each run."""
+    settings = data["settings"]
+    rows = list(itertools.product(settings["scripts"], settings["max_lr"]))
+    plan = [(*row, seed) for seed in range(settings["seeds"]) for row in (reversed(rows) if seed % 2 else rows)]
+    done = {(run["script"], run["max_lr"], run["seed"]) for run in data["runs"]}
+    os.environ |= KEEP_MEMORY
+    if settings["jobs"] > 1 and settings["device"] == "cpu":
+        os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // settings["jobs"]))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(settings["jobs"]) as pool:
+        futures = [pool.submit(train, *job, settings, cache) for job in plan if job not in done]
+        try:
+            for number, future in enumerate(as_completed(futures), start=1):
+                run = future.result()
+                data["runs"].append(run)
+                data["runs"].sort(key=lambda run: plan.index((run["script"], run["max_lr"], run["seed"])))
+                record.save(out, data)
+                rate = f" at {run['max_lr']:g}" if run["max_lr"] else ""
+                said = f"{run['script']}{rate}, seed {run['seed']}: {run['losses'][-1]:.3f}, {run['ms']:.0f} ms"
+                print(f"{number}/{len(futures)}  {said}", flush=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    render.write_svg(curves(data), out.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()
