@@ -172,9 +172,9 @@ class DataLoaderLite:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}") from None
         tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
-        if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
+        if not tokenizer.is_dir():
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
-        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(tokenizer)
         self.tokens = np.array(tiktoken.get_encoding("gpt2").encode_ordinary(text), dtype=np.uint16)
         need = self.B * self.T * world_size + 1
         if len(self.tokens) < need:

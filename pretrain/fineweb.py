@@ -151,7 +151,7 @@ def tokenized(texts, column):
 
     Raises ValueError if a row has no text.
     """
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parents[1] / "tokenizer"))
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(Path(__file__).resolve().parents[1] / "tokenizer")
     encoding, rows, pool = tiktoken.get_encoding("gpt2"), iter(texts), ThreadPoolExecutor()
 
     def encode(text):

@@ -26,7 +26,7 @@ def read_examples(source):
     The result is [(context tokens, four lists of ending tokens, index of the correct ending)]. Raises DataError with a
     one-line message if an example cannot be read.
     """
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parents[1] / "tokenizer"))
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(Path(__file__).resolve().parents[1] / "tokenizer")
     encode = tiktoken.get_encoding("gpt2").encode_ordinary
     files = [source] if Path(source).exists() or Path(source).suffix in (".json", ".jsonl") else []
     examples = []

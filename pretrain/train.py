@@ -172,9 +172,9 @@ class DataLoaderLite:
         self.B, self.T, self.position = batch_size, seq_len, 0
         self.seed = seed
         tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
-        if not tokenizer.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
+        if not tokenizer.is_dir():
             raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
-        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(tokenizer))
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(tokenizer)
         self.encoding = tiktoken.get_encoding("gpt2")
         if Path(path).is_dir():
             self.validation, self.shards = read_shards(path)

@@ -29,7 +29,7 @@ from fineweb import HEADER_BYTES, Shard, shard_path, write_shard
 
 TRAIN, END = "pretrain/train.py", 50256
 train = load(TRAIN)
-os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(ROOT / "tokenizer"))
+os.environ["TIKTOKEN_CACHE_DIR"] = str(ROOT / "tokenizer")
 encode = tiktoken.get_encoding("gpt2").encode_ordinary
 
 

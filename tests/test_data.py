@@ -25,7 +25,7 @@ def short_text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokens(short_text):
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(ROOT / "tokenizer"))
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(ROOT / "tokenizer")
     tokens = tiktoken.get_encoding("gpt2").encode_ordinary(short_text.read_text(encoding="utf-8"))
     assert 91 < len(tokens) < 120 and len(tokens) % 15 not in (0, 1)
     return tokens
@@ -132,8 +132,7 @@ def test_the_files_are_the_published_ones():
 
 
 @pytest.mark.slow
-def test_a_tokenizer_folder_of_the_users_own_is_respected(run, tmp_path):
-    done = run("baseline.py", "--steps", 1, TIKTOKEN_CACHE_DIR=str(tmp_path))
-    assert done.returncode == 1  # the tokenizer is missing and cannot be downloaded offline
-    assert done.stderr.startswith("baseline.py: error: ") and "blob" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_a_folder_that_the_machine_sets_for_tiktoken_is_not_used(run, tmp_path):
+    """Some container images set TIKTOKEN_CACHE_DIR to a folder without GPT-2's files."""
+    done = run("baseline.py", "--steps", 1, "--batch-size", 1, TIKTOKEN_CACHE_DIR=str(tmp_path))
+    assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])

@@ -84,7 +84,6 @@ def test_a_script_that_is_copied_without_the_tokenizer_asks_for_it(script, tmp_p
     copy.parent.mkdir(exist_ok=True)
     shutil.copy(ROOT / script, copy)
     monkeypatch.setattr(load(script), "__file__", str(copy))
-    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
     says = rf"{tmp_path}/tokenizer is missing: copy the tokenizer/ folder along with this script"
     refused(script, "--device", "cpu", "--data", ROOT / "input.txt", says=says)
 
