@@ -309,7 +309,7 @@ def main():
     )
     parser.add_argument("--out", type=Path, help="also write the results to this file as JSON")
     args = parser.parse_args()
-    ladder = [rung for rung in read_ladder() if rung.part == "rung" or rung.part == "branch" and rung.kind != "speed"]
+    ladder = [rung for rung in read_ladder() if rung.part == "rung" or rung.kind in ("memory", "scale")]
     if unknown := set(args.only) - {rung.number for rung in ladder}:
         parser.error(f"--only {min(unknown)}: expected one of {', '.join(rung.number for rung in ladder)}")
     if min(*args.batch_size, args.ranks) < 1 or not 1 <= args.seq_len <= 1024:

@@ -44,7 +44,8 @@ def over(ratio):
     """Format the range of a speed-up from record.faster, such as 1.03–1.15×, or one figure if both ends are equal."""
     if not ratio:
         return ""
-    return f"{ratio['median']:.2f}×" if ratio["low"] == ratio["high"] else f"{ratio['low']:.2f}–{ratio['high']:.2f}×"
+    low, high = (f"{ratio[end]:.2f}" for end in ("low", "high"))
+    return f"{low}–{high}×" if low != high else f"{ratio['median']:.2f}×"
 
 
 def minutes(rung):
@@ -210,6 +211,21 @@ def fit_measured():
     return table
 
 
+def fit_gpu(measured):
+    """Yield (measurement, its table of predicted and measured peaks in GiB) for each measurement on a GPU."""
+    predicted = fits("memory.json")
+    for data in measured.values():
+        here, rows = [data["settings"][key] for key in ("model", "batch_size", "seq_len")], []
+        for one in predicted if data["machine"]["device"] != "cpu" else []:
+            peak = (row_of(data, one["script"]) or {}).get("peak_memory_gib")
+            if peak and [one[key] for key in ("model", "batch_size", "seq_len")] == here:
+                sizes = {"predicted, GiB": f"{one['peak'] / 2**30:.2f}", "measured, GiB": f"{peak:.2f}"}
+                error = f"{one['peak'] / 2**30 / peak - 1:+.1%}".replace("-", "−")
+                rows.append({"script": one["name"]} | sizes | {"error": error})
+        if rows:
+            yield data, rows
+
+
 def fit():
     """Return a table of predicted peaks on a GPU in GiB, with a row per script and a column per batch size."""
     rows = fits("memory.json")
@@ -258,6 +274,7 @@ def parts(measured):
         "beside": render.part("beside.md", logs=list(beside(measured, logs, counts)), table=table),
         "fit": table(fit()),
         "fit_measured": table(fit_measured()),
+        "fit_gpu": render.part("fit_gpu.md", table=table, found=list(fit_gpu(measured))),
         "losses": f"```console\n{(ROOT / 'results' / 'losses.txt').read_text(encoding='utf-8').strip()}\n```",
         "results": render.part("results.md", results=measured, drawn=figures, ALT=render.ALT),
         "log": printed(whole[0]),

@@ -53,8 +53,8 @@ def times(ratio):
     """Format the result of record.faster: the median speed-up and its range, such as 1.52× (1.50–1.55)."""
     if not ratio:
         return ""
-    spread = f" ({ratio['low']:.2f}–{ratio['high']:.2f})" if ratio["low"] != ratio["high"] else ""
-    return f"{ratio['median']:.2f}×{spread}"
+    low, high = (f"{ratio[end]:.2f}" for end in ("low", "high"))
+    return f"{ratio['median']:.2f}×{f' ({low}–{high})' if low != high else ''}"
 
 
 def label(data):
@@ -126,7 +126,7 @@ def conditions(data):
     profiled = [row for row in rows if row["profile"] and row["profile"]["attention"]]
     for kind, group in groupby(profiled, key=lambda row: row["profile"]["attention"]):
         kernels.append((kind, [row["name"].removeprefix("speedup_").removesuffix(".py") for row in group]))
-    passes = min((len({run["pass"] for run in row["runs"]}) for row in rows if row["kind"] != "peer"), default=0)
+    passes = [len({run["pass"] for run in row["runs"]}) for row in rows if row["kind"] != "peer"] or [0]
     runs = [run for row in rows for run in row["runs"]]
     said = part("conditions.txt", **data, commit=commits(data), kernels=kernels, passes=passes, runs=runs)
     return [" ".join(paragraph.split()) for paragraph in said.split("\n\n") if paragraph.strip()]
