@@ -9,12 +9,14 @@ nats per token, and the milliseconds of each step. A step's time excludes the ev
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 from record import ROOT
@@ -34,12 +36,12 @@ def load(script):
 
 def split(path, folder):
     """Write the first nine tenths of a text and the rest into two files in a folder, and return their paths."""
-    text = Path(path).read_text(encoding="utf-8")
-    end = text.index("\n", len(text) * 9 // 10)
-    train, held_out = Path(folder, "train.txt"), Path(folder, "held_out.txt")
-    train.write_text(text[:end], encoding="utf-8")
-    held_out.write_text(text[end:], encoding="utf-8")
-    return train, held_out
+    text = Path(path).read_bytes()
+    end = text.index(b"\n", len(text) * 9 // 10)
+    training, held_out = Path(folder, "training.txt"), Path(folder, "held_out.txt")
+    training.write_bytes(text[:end])
+    held_out.write_bytes(text[end:])
+    return training, held_out
 
 
 def evaluate(model, batches):
@@ -56,8 +58,6 @@ def train(script, max_lr, words):
     """Run a script with the options `words` and return the dict that this program prints."""
     module, kept = load(script), {"at": time.perf_counter()}
     found = {"steps": [], "losses": [], "ms": []}
-    if max_lr:
-        module.get_lr.__defaults__ = (max_lr, *module.get_lr.__defaults__[1:])
     print_header = module.print_header
 
     def header(args, model, loader):
@@ -76,11 +76,14 @@ def train(script, max_lr, words):
             found["losses"].append(evaluate(kept["model"], kept["batches"]))
         kept["at"] = time.perf_counter()
 
-    module.print_header = header
-    register_optimizer_step_post_hook(after_step)
-    with tempfile.TemporaryDirectory() as folder:
-        texts = split(ROOT / "input.txt", folder)
-        sys.argv = [script, *words, f"--data={texts[0]}"]
+    with contextlib.ExitStack() as changes:
+        texts = split(ROOT / "input.txt", changes.enter_context(tempfile.TemporaryDirectory()))
+        changes.enter_context(mock.patch.object(module, "print_header", header))
+        changes.enter_context(mock.patch.object(sys, "argv", [script, *words, f"--data={texts[0]}"]))
+        if max_lr:
+            rates = max_lr, *module.get_lr.__defaults__[1:]
+            changes.enter_context(mock.patch.object(module.get_lr, "__defaults__", rates))
+        changes.callback(register_optimizer_step_post_hook(after_step).remove)
         try:
             module.main()
         except (Exception, KeyboardInterrupt) as error:

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 import floor
+import quality
 import render
 from commands import TEN
 from ladder import changed_lines, read_ladder, read_toml, title
@@ -240,6 +241,15 @@ def fit():
     return list(table.values())
 
 
+def learned(name):
+    """Return (Markdown of a measurement of the held-out loss in results/, its figure)."""
+    data = json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    line, about = quality.conditions(data)
+    command, _, date = line.rpartition(", ")
+    text = f"`{command}`, {date}: {about}.\n\n{table(quality.cells(data))}"
+    return text, quality.curves(data)
+
+
 def printed(data):
     """Return, as Markdown, the first and last step lines that baseline.py printed in a measurement."""
     run, settings = render.good(row_of(data, "baseline.py"))[0], data["settings"]
@@ -259,7 +269,10 @@ def parts(measured):
     figures = {f"{name}-{kind}": figure for kind, figure in render.figures(data).items()}
     figures |= {"counts": render.three_counts(steps, logs[0])}
     figures |= {"counts-narrow": render.three_counts(steps, logs[0], wide=False)}
-    texts = {
+    learned_parts = {name: learned(name) for name in ("quality", "muon")}
+    figures |= {name: figure for name, (_, figure) in learned_parts.items()}
+    texts = {name: text for name, (text, _) in learned_parts.items()}
+    texts |= {
         "picture": render.part(
             "picture.md", folder="docs/pages/", logs=logs, speeds=public["speed"], result=name, data=data, drawn=figures
         ),

@@ -1,12 +1,12 @@
 """Measure what each rung learns on the small model nano:  python measure/quality.py   (make quality)
 
 Each script trains once per seed, on the first nine tenths of input.txt. A seed sets the initial weights; all runs read
-the same batches. heldout.py evaluates the run ten times on text from the last tenth. The evaluations are not timed. The
-table compares each rung with the rung before: how many steps and seconds does it need to reach the held-out loss that
-the rung before reaches at the end? Losses between two evaluations are interpolated. Seconds are steps times the
-run's median step time, so they exclude the compilation.
+the same batches. heldout.py evaluates a run ten times on text from the last tenth. The evaluations are not timed. The
+table compares each rung with the rung before, at the same seed: how many steps and seconds does it need to reach the
+held-out loss that the rung before has at the end? Losses between two evaluations are interpolated. Seconds are steps
+times the script's median step time, so they exclude the compilation.
 
-With --max-lr, each script runs at each of these learning rates, and each script is compared with the best rate of the
+With --max-lr, each script runs at each of these learning rates, and each row is compared with the best rate of the
 first script. Each finished run is saved. If you stop the measurement, the same command continues it.
 """
 
@@ -29,6 +29,7 @@ from matplotlib.figure import Figure
 from record import ROOT, median_ms, parse, rounded
 
 # By default, glibc returns freed memory to the system. Reallocating it would take a third of nano's step time on a CPU.
+TIE = 0.0005  # nats per token: a loss that is higher by less counts as equal, because rounding alone can change it
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 
 
@@ -50,46 +51,49 @@ def train(script, max_lr, seed, settings, cache):
 
 def steps_to(run, loss):
     """Return the number of steps that a run takes to reach a held-out loss, or infinity."""
-    steps, losses = run["steps"], np.minimum.accumulate(run["losses"])
-    if losses[-1] > loss:
+    steps, losses = run["steps"], run["losses"]
+    after = next((place for place, one in enumerate(losses) if one <= loss + TIE), None)
+    if after is None:
         return np.inf
-    return float(np.interp(-loss, -losses, steps))  # np.interp needs increasing values
+    if after == 0:
+        return float(steps[0])
+    fraction = (losses[after - 1] - loss) / (losses[after - 1] - losses[after])
+    return steps[after - 1] + min(fraction, 1) * (steps[after] - steps[after - 1])
 
 
 def compare(data):
-    """Return a list of dicts, one per script and learning rate, in the order of the measurement.
+    """Return a list of dicts, one per script and learning rate, in the order of the settings.
 
-    "target" is the mean final loss of the row that it is compared with: the rung before or, if the measurement has
-    learning rates, the best row of the first script. "steps" and "seconds" to the target, "gain" and "losses" (at the
-    end) have one value per seed. "gain" is the time that the other row takes to the target at the same seed, divided by
-    the time that this row takes.
+    Each row has "ms", the median step time, and with one value per seed "losses", the losses at the end. A row is
+    compared with its "other" row: the rung before or, if the measurement has learning rates, the best row of the first
+    script. "differences" are the losses at the end minus those of the other row at the same seed. "steps" and "seconds"
+    are what the row needs to reach these losses of the other row. "gain" is the time that the other row takes for all
+    its steps, divided by "seconds".
     """
     rows = []
     for script, max_lr in itertools.product(data["settings"]["scripts"], data["settings"]["max_lr"]):
         runs = [run for run in data["runs"] if (run["script"], run["max_lr"]) == (script, max_lr)]
         runs.sort(key=lambda run: run["seed"])
-        rows.append({"script": script, "max_lr": max_lr, "runs": runs})
-        rows[-1] |= {"losses": [run["losses"][-1] for run in runs], "ms": float(np.median([run["ms"] for run in runs]))}
-    first = [row for row in rows if row["script"] == rows[0]["script"]]
-    best = min(first, key=lambda row: np.mean(row["losses"]))
+        rows.append({"script": script, "max_lr": max_lr, "runs": runs, "ms": float(np.median([r["ms"] for r in runs]))})
+        rows[-1]["losses"] = [run["losses"][-1] for run in runs]
+    first = best([row for row in rows if row["script"] == rows[0]["script"]])
     before = {rung.file: rung.before for rung in read_ladder()}
     for row in rows:
-        row["other"] = best if row["max_lr"] else next((r for r in rows if r["script"] == before[row["script"]]), None)
-        row |= {"target": None, "steps": [], "seconds": [], "gain": []}
-        if row["other"] and row["other"] is not row:
-            row["target"] = float(np.mean(row["other"]["losses"]))
-            row["steps"] = [steps_to(run, row["target"]) for run in row["runs"]]
-            row["seconds"] = [steps * run["ms"] / 1000 for steps, run in zip(row["steps"], row["runs"], strict=True)]
-            whole = row["other"]["runs"][0]["steps"][-1] * row["other"]["ms"] / 1000
-            row["gain"] = [whole / seconds for seconds in row["seconds"]]
+        other = first if row["max_lr"] else next((r for r in rows if r["script"] == before[row["script"]]), None)
+        row |= {"other": other, "differences": [], "steps": [], "seconds": [], "gain": []}
+        if other and other is not row:
+            row["differences"] = [mine - its for mine, its in zip(row["losses"], other["losses"], strict=True)]
+            row["steps"] = [steps_to(run, loss) for run, loss in zip(row["runs"], other["losses"], strict=True)]
+            row["seconds"] = [steps * row["ms"] / 1000 for steps in row["steps"]]
+            row["gain"] = [data["settings"]["steps"] * other["ms"] / 1000 / seconds for seconds in row["seconds"]]
     return rows
 
 
-def spread(values, form, most=None):
-    """Return the median of the values and their range, such as 78 (71–90). Values above `most` are shown as >most."""
+def spread(values, form, never=""):
+    """Return the median of the values and their range, such as 78 (71–90). `never` replaces infinity and 0."""
     if not values:
         return ""
-    shown = [f">{most}" if value == np.inf else format(value, form) for value in np.sort(values)]
+    shown = [never if never and value in (0, np.inf) else format(value, form) for value in np.sort(values)]
     middle = shown[len(shown) // 2]
     return f"{middle} ({shown[0]}–{shown[-1]})" if shown[0] != shown[-1] else middle
 
@@ -98,41 +102,46 @@ def cells(data):
     """Return the table of rows as a list of dicts of heading -> cell."""
     table, last = [], data["settings"]["steps"]
     for row in compare(data):
-        long = f"{last * row['ms'] / 1000:.0f}"
         line = {"script": title(row["script"])} | ({"rate": f"{row['max_lr']:g}"} if row["max_lr"] else {})
         table.append(
             line
             | {
-                "ms per step": f"{row['ms']:.0f}",
+                "ms per step": spread([run["ms"] for run in row["runs"]], ".0f"),
                 f"held-out loss after {last} steps": spread(row["losses"], ".3f"),
-                "loss to reach": render.number(row["target"], ".3f"),
-                "steps to it": spread(row["steps"], ".0f", last),
-                "seconds to it": spread(row["seconds"], ".1f", long),
-                "time, × previous": spread(row["gain"], ".2f"),
+                "difference": spread(row["differences"], "+.3f").replace("-", "−"),
+                "steps to the other's loss": spread(row["steps"], ".0f", f">{last}"),
+                "seconds to it": spread(row["seconds"], ".1f", f">{last * row['ms'] / 1000:.1f}"),
+                "speed-up in time": spread(row["gain"], ".2f", "not reached"),
             }
         )
     return table
 
 
 def conditions(data):
-    settings, seeds = data["settings"], sorted({run["seed"] for run in data["runs"]})
+    """Return the machine, settings and date of a measurement as two lines."""
+    settings = data["settings"]
     return [
         f"{data['command']}, {data['date']}",
-        f"{settings['model']}, {len(seeds)} seeds, {data['device']}, torch {data['torch']}, "
-        f"{settings['jobs']} runs at a time",
+        f"{settings['model']}, {settings['steps']} steps, {settings['seeds']} seeds, {data['device']}, "
+        f"torch {data['torch']}, {settings['jobs']} runs at a time",
     ]
 
 
+def best(rows):
+    """Return the row with the lowest mean loss at the end."""
+    return min(rows, key=lambda row: np.mean(row["losses"]))
+
+
 def curves(data):
-    """Return a figure: the mean held-out loss of each row over the steps and over the seconds of training."""
+    """Return a figure: the mean held-out loss of each row over the steps and over the seconds, with the seeds' range.
+
+    If the measurement has learning rates, the figure shows each script at its best rate.
+    """
     figure = Figure(figsize=(10.0, 4.6))
     left, right = figure.subplots(1, 2, sharey=True)
     rows = compare(data)
-    if rows[0]["max_lr"]:  # only the best rate of each script
-        rows = [
-            min((row for row in rows if row["script"] == script), key=lambda row: np.mean(row["losses"]))
-            for script in dict.fromkeys(row["script"] for row in rows)
-        ]
+    if rows[0]["max_lr"]:
+        rows = [best([row for row in rows if row["script"] == script]) for script in data["settings"]["scripts"]]
     for place, row in enumerate(rows):
         steps = np.array(row["runs"][0]["steps"])
         losses = np.array([run["losses"] for run in row["runs"]])
@@ -141,10 +150,40 @@ def curves(data):
         for axes, x in ((left, steps), (right, steps * row["ms"] / 1000)):
             axes.plot(x, losses.mean(0), label=title(row["script"]) + rate, linewidth=1.3, **style)
             axes.fill_between(x, losses.min(0), losses.max(0), alpha=0.15, color=style["color"], linewidth=0)
+    left.set_ylim(
+        top=max(np.mean([run["losses"][len(steps) // 4] for run in row["runs"]]) for row in rows)
+    )  # hides the first drop
     left.set(xlabel="step", ylabel="held-out loss, nats per token", title="Held-out loss over steps")
     right.set(xlabel="seconds of training, without compilation", title="Held-out loss over time")
     right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
+
+
+def measure(data, out):
+    """Run what is missing in `data`, one seed after the other, and save each run."""
+    settings = data["settings"]
+    rows = list(itertools.product(settings["scripts"], settings["max_lr"]))
+    plan = [(*row, seed) for seed in range(settings["seeds"]) for row in (reversed(rows) if seed % 2 else rows)]
+    done = {(run["script"], run["max_lr"], run["seed"]) for run in data["runs"]}
+    os.environ |= KEEP_MEMORY
+    if settings["jobs"] > 1 and settings["device"] == "cpu":
+        os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // settings["jobs"]))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(settings["jobs"]) as pool:
+        futures = [pool.submit(train, *job, settings, cache) for job in plan if job not in done]
+        print(f"{len(futures)} runs to go", flush=True)
+        try:
+            for number, future in enumerate(as_completed(futures), start=1):
+                run = future.result()
+                data["runs"].append(run)
+                data["runs"].sort(key=lambda run: plan.index((run["script"], run["max_lr"], run["seed"])))
+                record.save(out, data)
+                rate = f" at {run['max_lr']:g}" if run["max_lr"] else ""
+                said = f"{run['script']}{rate}, seed {run['seed']}: {run['losses'][-1]:.3f}, {run['ms']:.0f} ms"
+                print(f"{number}/{len(futures)}  {said}", flush=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    render.write_svg(curves(data), out.with_suffix(".svg"))
 
 
 def main():
@@ -178,34 +217,10 @@ def main():
         measure(data, args.out)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
+    except KeyboardInterrupt:
+        sys.exit("quality.py: stopped: run the same command again to continue")
     print("\n" + render.plain(conditions(data), cells(data)), end="")
     print(f"\n{args.out}, {args.out.with_suffix('.svg')}")
-
-
-def measure(data, out):
-    """Run what is missing in `data`, one seed after the other, and save each run."""
-    settings = data["settings"]
-    rows = list(itertools.product(settings["scripts"], settings["max_lr"]))
-    plan = [(*row, seed) for seed in range(settings["seeds"]) for row in (reversed(rows) if seed % 2 else rows)]
-    done = {(run["script"], run["max_lr"], run["seed"]) for run in data["runs"]}
-    os.environ |= KEEP_MEMORY
-    if settings["jobs"] > 1 and settings["device"] == "cpu":
-        os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // settings["jobs"]))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(settings["jobs"]) as pool:
-        futures = [pool.submit(train, *job, settings, cache) for job in plan if job not in done]
-        try:
-            for number, future in enumerate(as_completed(futures), start=1):
-                run = future.result()
-                data["runs"].append(run)
-                data["runs"].sort(key=lambda run: plan.index((run["script"], run["max_lr"], run["seed"])))
-                record.save(out, data)
-                rate = f" at {run['max_lr']:g}" if run["max_lr"] else ""
-                said = f"{run['script']}{rate}, seed {run['seed']}: {run['losses'][-1]:.3f}, {run['ms']:.0f} ms"
-                print(f"{number}/{len(futures)}  {said}", flush=True)
-        finally:
-            pool.shutdown(cancel_futures=True)
-    render.write_svg(curves(data), out.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "eval_sec": 0.0}
 FP16 = "branches/fp16_grad_scaler.py"
 CHUNKED, CHECKPOINTING = "branches/chunked_loss.py", "branches/activation_checkpointing.py"
+MUON = "branches/muon.py"
 NANO = '"nano": GPTConfig(n_layer=4, n_head=4, n_embd=128)'
 SMALL = '"nano": GPTConfig(n_layer=2, n_head=2, n_embd=32)'  # for tests that do not depend on the model size
 STEP = re.compile(
@@ -228,7 +229,7 @@ def play(script, *args, device="cpu", compiled=False, autocast=True, full=False,
 
 def watch(script, *args, compiled=False, **options):
     """Run a script's main() in this process, as `play` does, and return the recorded steps."""
-    steps, model = [Step()], None
+    steps, model, depth = [Step()], None, 0
 
     def forward(called, *inputs):
         nonlocal model
@@ -244,13 +245,17 @@ def watch(script, *args, compiled=False, **options):
         return loss
 
     def before(optimizer, *_):
-        if model:  # not in set_state_dict's step at learning rate 0, which only creates AdamW's moments
+        nonlocal depth
+        depth += 1  # in branches/muon.py, an optimizer's step calls the step of its base class
+        if model and depth == 1:  # not in set_state_dict's step at learning rate 0, which only creates AdamW's moments
             steps[-1].groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             steps[-1].before = {name: p.detach().clone() for name, p in model.named_parameters()}
             steps[-1].grads = {name: p.grad.clone() for name, p in model.named_parameters()}
 
     def after(*_):
-        if model:
+        nonlocal depth
+        depth -= 1
+        if model and depth == 0:
             steps[-1].after = {name: p.detach().clone() for name, p in model.named_parameters()}
             steps.append(Step())
 

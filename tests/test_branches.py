@@ -1,4 +1,8 @@
-"""The fp16 script skips a step if a gradient overflows, and all attention implementations agree up to rounding."""
+"""The side rungs and the comparison of attention implementations compute what they claim.
+
+The fp16 script skips a step if a gradient overflows. Muon's update is nearly orthogonal and matches that of PyTorch's
+Muon. All attention implementations agree up to rounding.
+"""
 
 import functools
 import math
@@ -7,7 +11,7 @@ import re
 import attention as bench
 import pytest
 import torch
-from conftest import FP16, STEP, load, play
+from conftest import FP16, MUON, STEP, load, play
 
 
 def train(monkeypatch, steps, blow_up=()):
@@ -70,6 +74,43 @@ def test_it_learns(monkeypatch):
 
 
 SHAPE = 2, 3, 33, 8
+
+
+@pytest.mark.parametrize("shape", [(96, 32), (32, 96), (64, 64)])
+def test_muon_keeps_the_singular_vectors_and_makes_the_singular_values_about_1(shape):
+    torch.manual_seed(0)
+    u, _, vh = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    values = torch.logspace(-1, 1, min(shape))  # the largest is 100 times the smallest
+    update = u.T @ load(MUON).orthogonalize(u @ values.diag() @ vh) @ vh.T
+    assert (update - update.diagonal().diag()).abs().max() < 1e-3
+    assert 0.65 < update.diagonal().min() and update.diagonal().max() < 1.25
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("shape", [(96, 32), (32, 96), (64, 64)])
+def test_muon_moves_a_matrix_as_pytorchs_muon_does(shape):
+    """PyTorch orthogonalizes in bf16, so the two differ by about 1%."""
+    torch.manual_seed(0)
+    start = torch.randn(shape)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    group = {"params": [ours], "weight_decay": 0.1, "momentum": 0.95}
+    optimizers = [
+        load(MUON).Muon([group], lr=0.02, fused=True),
+        torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+    ]
+    for _ in range(5):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert (ours - theirs).norm() < 0.03 * (theirs - start).norm()
+
+
+def test_muon_learns_from_its_matrices_alone(monkeypatch):
+    """With AdamW's part at rest, the loss still falls: AdamW skips the matrices, but Muon updates them."""
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda optimizer, closure=None: None)
+    losses = [float(match["loss"]) for match in STEP.finditer(play(MUON, "--steps", 60, "--seq-len", 32))]
+    assert sum(losses[-5:]) / 5 < losses[0] - 0.1
 
 
 @pytest.mark.parametrize("kind", bench.ATTENTION)

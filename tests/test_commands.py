@@ -143,6 +143,7 @@ LONG = {
     r"^step +1 \|": r"^median of steps ",
     r"^pass 1/\d  baseline\.py: \S+ ms\b": r"^not finished: run the same command again$",
     r"^counting speedup_01_weight_tying\.py, B \d+$": "",
+    r"^\d+ runs to go$": "",
     r"http://localhost:\d+": "",
 }
 
@@ -156,7 +157,9 @@ def commands():
 
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-        text = re.sub(r"<!-- (results|losses), .*?<!-- end of", "", text, flags=re.DOTALL)  # skip the generated results
+        text = re.sub(
+            r"<!-- (results|losses|quality|muon), .*?<!-- end of", "", text, flags=re.DOTALL
+        )  # skip the generated results
         blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
         for language, block in blocks.findall(text):
             assert language in ("", "bash", "text", "python"), f"{name}: ```{language}"

@@ -27,10 +27,10 @@ SCRIPTS = list(RUNGS)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAIRS = [(before, after) for i, after in enumerate(SCRIPTS) for before in SCRIPTS[:i]]
 RUNG_PAGES = [docs.page(script) for script in SCRIPTS]
-SIDE_PAGES = (
-    "index counts compare mistakes options where log scale pretrain card results measuring memory beyond checked"
-)
-SIDE_PAGES = [f"{name}.html" for name in SIDE_PAGES.split()]
+SIDE_PAGES = """
+    index counts compare mistakes options where log scale pretrain card results quality measuring memory beyond checked
+""".split()
+SIDE_PAGES = [f"{name}.html" for name in SIDE_PAGES]
 PAGES = [*SIDE_PAGES, *RUNG_PAGES, *(docs.pair_page(*pair) for pair in PAIRS)]
 SHOWN = [*SIDE_PAGES, *RUNG_PAGES, docs.pair_page(SCRIPTS[0], SCRIPTS[10]), docs.pair_page(SCRIPTS[0], SCRIPTS[12])]
 NEAR = [pair if RUNGS[pair[1]].before == pair[0] else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]

@@ -16,6 +16,7 @@ from conftest import (
     CHECKPOINTING,
     CHUNKED,
     FP16,
+    MUON,
     ROOT,
     RUNGS,
     SCRIPTS,
@@ -208,7 +209,28 @@ def test_the_weights_move_as_the_equations_of_adamw_say(script, steps):
     assert {bool(group["fused"]) for step in run for group in step.groups} == {builds_on(10)}
     for step, expected in zip(run, adamw(run, settings), strict=True):
         for name, p in step.after.items():
+            if script == MUON and ".h." in name and p.dim() == 2:
+                continue  # the next test checks these
             np.testing.assert_allclose(p.numpy(), expected[name], rtol=2**-22, atol=1e-9, err_msg=name)
+
+
+def test_the_matrices_of_the_blocks_move_as_the_equations_of_muon_say(steps):
+    """Compare with float64 and an SVD. The scale 0.2 * sqrt(longer side) is equation 4 of Liu et al. 2025."""
+    run, mean = steps(MUON, autocast=False), {}
+    for t, step in enumerate(run, start=1):
+        matrices = [name for name, p in step.before.items() if ".h." in name and p.dim() == 2]
+        assert len(matrices) == 2 * 4
+        for name in matrices:
+            p, g = step.before[name].double().numpy(), step.grads[name].double().numpy()
+            mean[name] = 0.95 * mean.get(name, 0) + 0.05 * g
+            u, s, vh = np.linalg.svd(0.95 * mean[name] + 0.05 * g, full_matrices=False)
+            s /= np.sqrt((s**2).sum())
+            for _ in range(5):
+                s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+            lr = 6e-4 * t / 10
+            expected = p - lr * (0.2 * max(p.shape) ** 0.5 * (u * s) @ vh + 0.1 * p)
+            moved = np.linalg.norm(expected - p)
+            assert np.linalg.norm(step.after[name].double().numpy() - expected) <= 1e-3 * moved, name
 
 
 def test_fused_adamw_moves_the_weights_as_the_plain_one_does(steps):

@@ -94,7 +94,7 @@ def test_the_table_of_rungs_has_what_git_a_public_log_and_our_result_say():
         if rung.before:
             assert lines == "+{} −{}".format(*changed_lines(rung.before, rung.file))
             ratio = over.get(rung.file)
-            ends = [f"{end:.2f}" for end in dict.fromkeys((ratio["low"], ratio["high"]))] if ratio else []
+            ends = list(dict.fromkeys(f"{ratio[end]:.2f}" for end in ("low", "high"))) if ratio else []
             assert ours == ("–".join(ends) + "×" if ends else "")
         if (now := log["ms"].get(rung.file)) is not None:
             assert public == (f"{ms[-1] / now:.2f}×" if ms[-1] else "")
