@@ -2,8 +2,8 @@
 
 Each generated part is between two comments in its file. Its contents come from ladder.toml, the scripts, measure/ and
 results/. To choose the measurements to show, name their folders. The default is the latest measurement of each device
-and model, GPUs first. This program also writes summary.txt in these folders and the plots in docs/pages/img/. If its
-inputs are unchanged, a second run changes no file.
+and model, GPUs first. This program also writes summary.txt in these folders, quality.txt and muon.txt in results/, and
+the plots in docs/pages/img/. If its inputs are unchanged, a second run changes no file.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from record import ROOT, read
 OPENS = r"<!-- (\w+), written by `make figures` -->\n"
 BLOCK = re.compile(rf"({OPENS}).*?(<!-- end of \2 -->)", re.DOTALL)
 IMAGES = Path("docs", "pages", "img")
+LEARNED = "quality", "muon"  # measurements that quality.py made
 FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"  # the cards that the README lists
 
 
@@ -241,13 +242,16 @@ def fit():
     return list(table.values())
 
 
-def learned(name):
-    """Return (Markdown of a measurement of the held-out loss in results/, its figure)."""
-    data = json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+def held_out(name):
+    """Return a measurement in results/ that quality.py made."""
+    return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def learned(data):
+    """Return a measurement that quality.py made as Markdown."""
     line, about = quality.conditions(data)
     command, _, date = line.rpartition(", ")
-    text = f"`{command}`, {date}: {about}.\n\n{table(quality.cells(data))}"
-    return text, quality.curves(data)
+    return f"`{command}`, {date}: {about}.\n\n{table(quality.cells(data))}"
 
 
 def printed(data):
@@ -269,10 +273,8 @@ def parts(measured):
     figures = {f"{name}-{kind}": figure for kind, figure in render.figures(data).items()}
     figures |= {"counts": render.three_counts(steps, logs[0])}
     figures |= {"counts-narrow": render.three_counts(steps, logs[0], wide=False)}
-    learned_parts = {name: learned(name) for name in ("quality", "muon")}
-    figures |= {name: figure for name, (_, figure) in learned_parts.items()}
-    texts = {name: text for name, (text, _) in learned_parts.items()}
-    texts |= {
+    figures |= {name: quality.curves(held_out(name)) for name in LEARNED}
+    texts = {name: learned(held_out(name)) for name in LEARNED} | {
         "picture": render.part(
             "picture.md", folder="docs/pages/", logs=logs, speeds=public["speed"], result=name, data=data, drawn=figures
         ),
@@ -321,6 +323,7 @@ def main():
         written = {path: with_parts(path, texts) for path in (ROOT / "README.md", *ROOT.glob("docs/pages/**/*.md"))}
         written |= {ROOT / IMAGES / f"{name}.svg": render.svg_file(figure) for name, figure in figures.items()}
         written |= {ROOT / "results" / name / "summary.txt": render.summary(data) for name, data in measured.items()}
+        written |= {ROOT / "results" / f"{name}.txt": quality.summary(held_out(name)) for name in LEARNED}
         for stale in {path for kind in render.ALT for path in (ROOT / IMAGES).glob(f"*-{kind}.svg")} - written.keys():
             stale.unlink()
         for path, text in written.items():

@@ -28,8 +28,8 @@ from ladder import read_ladder, title
 from matplotlib.figure import Figure
 from record import ROOT, median_ms, parse, rounded
 
-# By default, glibc returns freed memory to the system. Reallocating it would take a third of nano's step time on a CPU.
 TIE = 0.0005  # nats per token: a loss that is higher by less counts as equal, because rounding alone can change it
+# By default, glibc returns freed memory to the system. Reallocating it would take a third of nano's step time on a CPU.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 
 
@@ -64,17 +64,21 @@ def steps_to(run, loss):
 def compare(data):
     """Return a list of dicts, one per script and learning rate, in the order of the settings.
 
-    Each row has "ms", the median step time, and with one value per seed "losses", the losses at the end. A row is
-    compared with its "other" row: the rung before or, if the measurement has learning rates, the best row of the first
-    script. "differences" are the losses at the end minus those of the other row at the same seed. "steps" and "seconds"
-    are what the row needs to reach these losses of the other row. "gain" is the time that the other row takes for all
-    its steps, divided by "seconds".
+    Each row has "times", the script's median step times, "ms", their median, and "losses", the losses at the end, with one value per seed. A
+    row is compared with its "other" row: the rung before or, if the measurement has learning rates, the best row of the
+    first script. "differences" are the losses at the end minus those of the other row at the same seed. "steps" and
+    "seconds" are what the row needs to reach these losses of the other row. "gain" is the time that the other row takes
+    for all its steps, divided by "seconds".
     """
     rows = []
     for script, max_lr in itertools.product(data["settings"]["scripts"], data["settings"]["max_lr"]):
         runs = [run for run in data["runs"] if (run["script"], run["max_lr"]) == (script, max_lr)]
         runs.sort(key=lambda run: run["seed"])
-        rows.append({"script": script, "max_lr": max_lr, "runs": runs, "ms": float(np.median([r["ms"] for r in runs]))})
+        times = [
+            run["ms"] for run in data["runs"] if run["script"] == script
+        ]  # a step's work does not depend on the rate
+        rows.append({"script": script, "max_lr": max_lr, "runs": runs, "times": times})
+        rows[-1]["ms"] = float(np.median(times))
         rows[-1]["losses"] = [run["losses"][-1] for run in runs]
     first = best([row for row in rows if row["script"] == rows[0]["script"]])
     before = {rung.file: rung.before for rung in read_ladder()}
@@ -106,9 +110,9 @@ def cells(data):
         table.append(
             line
             | {
-                "ms per step": spread([run["ms"] for run in row["runs"]], ".0f"),
+                "ms per step": spread(row["times"], ".0f"),
                 f"held-out loss after {last} steps": spread(row["losses"], ".3f"),
-                "difference": spread(row["differences"], "+.3f").replace("-", "−"),
+                "difference": spread(row["differences"], "+.3f").replace("–", " to ").replace("-", "−"),
                 "steps to the other's loss": spread(row["steps"], ".0f", f">{last}"),
                 "seconds to it": spread(row["seconds"], ".1f", f">{last * row['ms'] / 1000:.1f}"),
                 "speed-up in time": spread(row["gain"], ".2f", "not reached"),
@@ -125,6 +129,11 @@ def conditions(data):
         f"{settings['model']}, {settings['steps']} steps, {settings['seeds']} seeds, {data['device']}, "
         f"torch {data['torch']}, {settings['jobs']} runs at a time",
     ]
+
+
+def summary(data):
+    """Return the conditions and the table of a measurement as text."""
+    return render.plain(conditions(data), cells(data))
 
 
 def best(rows):
@@ -219,7 +228,7 @@ def main():
         parser.error(" ".join(str(error).split()))
     except KeyboardInterrupt:
         sys.exit("quality.py: stopped: run the same command again to continue")
-    print("\n" + render.plain(conditions(data), cells(data)), end="")
+    print("\n" + summary(data), end="")
     print(f"\n{args.out}, {args.out.with_suffix('.svg')}")
 
 

@@ -200,7 +200,7 @@ def test_the_weights_move_as_the_equations_of_adamw_say(script, steps):
         return script in since(rung, among=list(RUNGS))
 
     def settings(t, dimensions):
-        lr = 6e-4 * t / 10 if builds_on(9) else 3e-4  # the first warm-up steps
+        lr = (3.6e-3 if script == MUON else 6e-4) * t / 10 if builds_on(9) else 3e-4  # the first warm-up steps
         betas = (0.9, 0.95) if builds_on(8) else (0.9, 0.999)
         decay = (0.1 if dimensions == 2 else 0.0) if builds_on(10) else 0.01
         return lr, betas, decay
@@ -227,7 +227,7 @@ def test_the_matrices_of_the_blocks_move_as_the_equations_of_muon_say(steps):
             s /= np.sqrt((s**2).sum())
             for _ in range(5):
                 s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
-            lr = 6e-4 * t / 10
+            lr = 3.6e-3 * t / 10
             expected = p - lr * (0.2 * max(p.shape) ** 0.5 * (u * s) @ vh + 0.1 * p)
             moved = np.linalg.norm(expected - p)
             assert np.linalg.norm(step.after[name].double().numpy() - expected) <= 1e-3 * moved, name

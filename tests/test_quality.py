@@ -30,7 +30,7 @@ def train(monkeypatch, capsys):
         monkeypatch.setattr(heldout, "load", lambda _: module)
         # If an earlier test used AdamW, its step calls the hooks, and Muon's step would call them a second time.
         step = torch.optim.AdamW.step
-        monkeypatch.setattr(torch.optim.AdamW, "step", getattr(step, "__wrapped__", step))
+        monkeypatch.setattr(torch.optim.AdamW, "step", step.__wrapped__ if hasattr(step, "hooked") else step)
         with torch.compiler.set_stance("force_eager"):
             found = heldout.train(script, max_lr, [str(word) for word in ("--steps", steps, *SIZES[2:])])
         return found, capsys.readouterr().out

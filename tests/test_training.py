@@ -19,6 +19,7 @@ import torch
 from conftest import (
     FP16,
     LONG,
+    MUON,
     ROOT,
     RUNGS,
     SCRIPTS,
@@ -323,18 +324,20 @@ def test_a_norm_under_1_is_left_alone(script, monkeypatch):
 
 @pytest.mark.parametrize("script", versions("get_lr", among=since(9, among=list(RUNGS))))
 def test_the_learning_rate_warms_up_and_falls_along_a_cosine(script):
-    get_lr = functools.partial(load(script).get_lr, warmup_steps=10)
-    assert get_lr(0, 50) == pytest.approx(6e-5)
-    assert get_lr(9, 50) == pytest.approx(6e-4)
-    assert get_lr(10, 50) == pytest.approx(6e-4)
-    assert get_lr(30, 50) == pytest.approx((6e-4 + 6e-5) / 2)  # halfway
-    assert get_lr(49, 50) == pytest.approx(6e-5 + 0.5 * (1 + math.cos(math.pi * 39 / 40)) * 5.4e-4)
-    assert get_lr(50, 50) == pytest.approx(6e-5)
+    unit = 3.6e-4 if script == MUON else 6e-5  # a tenth of the highest rate
+
+    def get_lr(step, steps):
+        return load(script).get_lr(step, steps, warmup_steps=10) / unit
+
+    assert get_lr(0, 50) == pytest.approx(1)
+    assert get_lr(9, 50) == pytest.approx(10)
+    assert get_lr(10, 50) == pytest.approx(10)
+    assert get_lr(30, 50) == pytest.approx((10 + 1) / 2)  # halfway
+    assert get_lr(49, 50) == pytest.approx(1 + 0.5 * (1 + math.cos(math.pi * 39 / 40)) * 9)
+    assert get_lr(50, 50) == pytest.approx(1)
     rates = [get_lr(step, 50) for step in range(50)]
     assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True)
-    assert [get_lr(step, 3) for step in range(3)] == pytest.approx(
-        [6e-5, 12e-5, 18e-5]
-    )  # a run shorter than its warm-up
+    assert [get_lr(step, 3) for step in range(3)] == pytest.approx([1, 2, 3])  # a run shorter than its warm-up
 
 
 @pytest.mark.parametrize("script", versions("main", among=since(9, among=list(RUNGS))))
