@@ -4,7 +4,7 @@ Each script trains once per seed, on the first nine tenths of input.txt. A seed 
 the same batches. heldout.py evaluates a run ten times on text from the last tenth. The evaluations are not timed. The
 table compares each rung with the rung before, at the same seed: how many steps and seconds does it need to reach the
 held-out loss that the rung before has at the end? Losses between two evaluations are interpolated. Seconds are steps
-times the script's median step time, so they exclude the compilation.
+times the run's median step time, so they exclude the compilation.
 
 With --max-lr, each script runs at each of these learning rates, and each row is compared with the best rate of the
 first script. Each finished run is saved. If you stop the measurement, the same command continues it.
@@ -64,7 +64,7 @@ def steps_to(run, loss):
 def compare(data):
     """Return a list of dicts, one per script and learning rate, in the order of the settings.
 
-    Each row has "times", the script's median step times, "ms", their median, and "losses", the losses at the end, with one value per seed. A
+    Each row has "times", the median step times in ms, and "losses", the losses at the end, with one value per seed. A
     row is compared with its "other" row: the rung before or, if the measurement has learning rates, the best row of the
     first script. "differences" are the losses at the end minus those of the other row at the same seed. "steps" and
     "seconds" are what the row needs to reach these losses of the other row. "gain" is the time that the other row takes
@@ -74,11 +74,7 @@ def compare(data):
     for script, max_lr in itertools.product(data["settings"]["scripts"], data["settings"]["max_lr"]):
         runs = [run for run in data["runs"] if (run["script"], run["max_lr"]) == (script, max_lr)]
         runs.sort(key=lambda run: run["seed"])
-        times = [
-            run["ms"] for run in data["runs"] if run["script"] == script
-        ]  # a step's work does not depend on the rate
-        rows.append({"script": script, "max_lr": max_lr, "runs": runs, "times": times})
-        rows[-1]["ms"] = float(np.median(times))
+        rows.append({"script": script, "max_lr": max_lr, "runs": runs, "times": [run["ms"] for run in runs]})
         rows[-1]["losses"] = [run["losses"][-1] for run in runs]
     first = best([row for row in rows if row["script"] == rows[0]["script"]])
     before = {rung.file: rung.before for rung in read_ladder()}
@@ -88,8 +84,9 @@ def compare(data):
         if other and other is not row:
             row["differences"] = [mine - its for mine, its in zip(row["losses"], other["losses"], strict=True)]
             row["steps"] = [steps_to(run, loss) for run, loss in zip(row["runs"], other["losses"], strict=True)]
-            row["seconds"] = [steps * row["ms"] / 1000 for steps in row["steps"]]
-            row["gain"] = [data["settings"]["steps"] * other["ms"] / 1000 / seconds for seconds in row["seconds"]]
+            row["seconds"] = [steps * ms / 1000 for steps, ms in zip(row["steps"], row["times"], strict=True)]
+            whole = [data["settings"]["steps"] * ms / 1000 for ms in other["times"]]
+            row["gain"] = [its / mine for its, mine in zip(whole, row["seconds"], strict=True)]
     return rows
 
 
@@ -114,7 +111,7 @@ def cells(data):
                 f"held-out loss after {last} steps": spread(row["losses"], ".3f"),
                 "difference": spread(row["differences"], "+.3f").replace("–", " to ").replace("-", "−"),
                 "steps to the other's loss": spread(row["steps"], ".0f", f">{last}"),
-                "seconds to it": spread(row["seconds"], ".1f", f">{last * row['ms'] / 1000:.1f}"),
+                "seconds to it": spread(row["seconds"], ".1f", f">{last * np.median(row['times']) / 1000:.1f}"),
                 "speed-up in time": spread(row["gain"], ".2f", "not reached"),
             }
         )
@@ -155,8 +152,9 @@ def curves(data):
         steps = np.array(row["runs"][0]["steps"])
         losses = np.array([run["losses"] for run in row["runs"]])
         rate = f", rate {row['max_lr']:g}" if row["max_lr"] else ""
+        times = [run["ms"] for run in data["runs"] if run["script"] == row["script"]]  # the same work at every rate
         style = {"color": f"C{place % 10}", "linestyle": "-" if place < 10 else "--"}
-        for axes, x in ((left, steps), (right, steps * row["ms"] / 1000)):
+        for axes, x in ((left, steps), (right, steps * np.median(times) / 1000)):
             axes.plot(x, losses.mean(0), label=title(row["script"]) + rate, linewidth=1.3, **style)
             axes.fill_between(x, losses.min(0), losses.max(0), alpha=0.15, color=style["color"], linewidth=0)
     left.set_ylim(
