@@ -6,8 +6,8 @@ values about 1. The factor 0.2 * sqrt(longer side) of Liu et al. 2025 then gives
 so one learning rate serves both. AdamW still updates embeddings, biases and LayerNorms. The rate is six times that of
 rung 10: Muon gains by tolerating a high rate. Muon stores one moment per weight instead of two.
 
-When it does not help: with a small batch, its own matmuls make each step slower. They add 12% to GPT-2's FLOPs at B 16
-and T 1024, and 0.4% at 524,288 tokens per step.
+When it does not help: with a small batch, its own work makes each step slower. Its matmuls add 12% to GPT-2's FLOPs at
+B 16 and T 1024, and 0.4% at 524,288 tokens per step. A GPU must also launch about 2,250 small kernels for each update.
 
     make diff-muon    shows what this file changes
 """
