@@ -98,4 +98,8 @@ if __name__ == "__main__":
     args, words = parser.parse_known_args()
     if not (ROOT / args.script).is_file():
         parser.error(f"there is no script {args.script}")
+    if args.max_lr is not None and (args.max_lr <= 0 or not hasattr(load(args.script), "get_lr")):
+        parser.error("--max-lr needs a rate above 0 and a script with get_lr()")
+    if any(word.startswith("--data") for word in words):
+        parser.error("--data: the text is always input.txt")
     print(json.dumps(train(args.script, args.max_lr, words)))

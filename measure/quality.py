@@ -207,8 +207,13 @@ def main():
     args = parser.parse_args()
     if min(args.steps, args.seeds, args.jobs) < 1:
         parser.error("--steps, --seeds and --jobs must be at least 1")
-    if unknown := [script for script in args.scripts if not (ROOT / script).is_file()]:
-        parser.error(f"there is no script {unknown[0]}")
+    known = [rung.file for rung in read_ladder()]
+    if unknown := [script for script in args.scripts if script not in known]:
+        parser.error(f"there is no script {unknown[0]}, only {', '.join(known)}")
+    if args.max_lr != [None] and min(args.max_lr) <= 0:
+        parser.error("--max-lr must be more than 0")
+    if len({*args.scripts}) < len(args.scripts) or len({*args.max_lr}) < len(args.max_lr):
+        parser.error("--scripts or --max-lr has the same value twice")
     try:
         machine = ask("machine.py", *(["--device", args.device] if args.device else []))
         settings = {key: getattr(args, key) for key in ("scripts", "max_lr", "model", "steps", "seeds", "jobs")}
@@ -218,7 +223,7 @@ def main():
         data |= {"torch": machine["torch"], "settings": settings, "runs": []}
         if args.out.exists():
             earlier = json.loads(args.out.read_text(encoding="utf-8"))
-            if any(earlier[key] != data[key] for key in ("device", "torch", "settings")):
+            if any(earlier.get(key) != data[key] for key in ("device", "torch", "settings")):
                 parser.error(f"{args.out} has a different measurement: use another --out")
             data = earlier
         measure(data, args.out)

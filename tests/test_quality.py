@@ -151,6 +151,7 @@ def test_a_measurement_continues_where_it_ended(monkeypatch, tmp_path, capsys):
     [
         (["--scripts", "nowhere.py"], "there is no script nowhere.py"),
         (["--seeds", 0], "must be at least 1"),
+        (["--scripts", SCRIPTS[0], SCRIPTS[0]], "the same value twice"),
         (["--out", ROOT / "results" / "quality.json", "--seeds", 1], "different measurement: use another --out"),
     ],
 )
