@@ -1,8 +1,8 @@
 """Train a script and evaluate it on text that it does not train on:  python measure/heldout.py baseline.py --steps 100
 
 The script trains on the first nine tenths of input.txt. Ten times during the run, a hook that PyTorch calls after an
-optimizer step computes the loss of every 8th batch of the last tenth, in float32. The script itself is unchanged. All
-options but --max-lr, the highest learning rate of get_lr() (from rung 09 on), go to the script.
+optimizer step computes the loss of about eight batches, spread over the last tenth, in float32. The script itself is
+unchanged. All options but --max-lr, the highest learning rate of get_lr() (from rung 09 on), go to the script.
 
 After the script's output, this program prints one line of JSON: the optimizer steps of the evaluations, their losses in
 nats per token, and the milliseconds of each step. A step's time excludes the evaluations.
@@ -22,7 +22,7 @@ import torch
 from record import ROOT
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-EVALUATIONS, EVERY_BATCH = 10, 8
+EVALUATIONS, BATCHES = 10, 8
 
 
 def load(script):
@@ -65,7 +65,7 @@ def train(script, max_lr, words):
         kept.update(model=model, last=args.steps, every=max(1, args.steps // EVALUATIONS))
         held_out = module.DataLoaderLite(texts[1], loader.B, loader.T)
         count = (len(held_out.tokens) - 1) // (loader.B * loader.T)
-        kept["batches"] = [held_out.next_batch() for _ in range(count)][::EVERY_BATCH]
+        kept["batches"] = [held_out.next_batch() for _ in range(count)][:: max(1, count // BATCHES)]
 
     def after_step(*_):
         if torch.accelerator.is_available():

@@ -40,7 +40,8 @@ def train(script, max_lr, seed, settings, cache):
     words = ["measure/heldout.py", script, *rate, *options, "--seed", seed]
     text, errors, status = execute([str(word) for word in words], cache)
     if status:
-        raise RuntimeError(f"{script}: {parse(text, errors, status)['error']}")
+        at = f" with --max-lr {max_lr:g}, seed {seed}" if max_lr else f", seed {seed}"
+        raise RuntimeError(f"{script}{at}: {parse(text, errors, status)['error']}")
     found = json.loads(text.splitlines()[-1])
     return {"script": script, "max_lr": max_lr, "seed": seed} | {
         "steps": found["steps"],
@@ -91,7 +92,10 @@ def compare(data):
 
 
 def spread(values, form, never=""):
-    """Return the median of the values and their range, such as 78 (71–90). `never` replaces infinity and 0."""
+    """Return the median of the values and their range, such as 78 (71–90). `never` replaces infinity and 0.
+
+    For an even number of values, the upper one of the middle two counts as the median.
+    """
     if not values:
         return ""
     shown = [never if never and value in (0, np.inf) else format(value, form) for value in np.sort(values)]
@@ -109,7 +113,9 @@ def cells(data):
             | {
                 "ms per step": spread(row["times"], ".0f"),
                 f"held-out loss after {last} steps": spread(row["losses"], ".3f"),
-                "difference": spread(row["differences"], "+.3f").replace("–", " to ").replace("-", "−"),
+                "difference": spread([round(one, 3) + 0.0 for one in row["differences"]], "+.3f")
+                .replace("–", " to ")
+                .replace("-", "−"),
                 "steps to the other's loss": spread(row["steps"], ".0f", f">{last}"),
                 "seconds to it": spread(row["seconds"], ".1f", "not reached"),
                 "speed-up in time": spread(row["gain"], ".2f", "not reached"),
@@ -220,10 +226,16 @@ def main():
         settings["device"] = machine["device"]
         line = shlex.join(["python", "measure/quality.py", *sys.argv[1:]])
         data = {"command": line, "date": record.now()[:10], "commit": record.commit(), "device": machine["name"]}
-        data |= {"torch": machine["torch"], "settings": settings, "runs": []}
+        programs = [[script] for script in (*args.scripts, "measure/heldout.py")]
+        data |= {
+            "torch": machine["torch"],
+            "sources_sha256": record.sources(programs),
+            "settings": settings,
+            "runs": [],
+        }
         if args.out.exists():
             earlier = json.loads(args.out.read_text(encoding="utf-8"))
-            if any(earlier.get(key) != data[key] for key in ("device", "torch", "settings")):
+            if any(earlier.get(key) != data[key] for key in ("device", "torch", "sources_sha256", "settings")):
                 parser.error(f"{args.out} has a different measurement: use another --out")
             data = earlier
         measure(data, args.out)

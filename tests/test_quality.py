@@ -53,7 +53,8 @@ def test_a_script_trains_as_ever_and_is_evaluated_on_the_held_out_text(script, t
     assert (found["steps"], len(found["ms"])) == ([1, 2, 3, 4, 5], 5)
     module = load(script)
     model, loader = module.GPT(module.MODELS["nano"]), module.DataLoaderLite(held_out, 2, 16)
-    batches = [loader.next_batch() for _ in range((len(loader.tokens) - 1) // 32)][::8]
+    count = (len(loader.tokens) - 1) // 32
+    batches = [loader.next_batch() for _ in range(count)][:: count // 8]
     for step, loss in zip(alone, found["losses"], strict=True):
         model.load_state_dict(step.after, strict=False)  # a tied head has no entry of its own
         with torch.no_grad():
