@@ -165,8 +165,8 @@ class Muon(torch.optim.AdamW):
         for group in self.param_groups:
             for p in group["params"] if "momentum" in group else []:
                 if p not in self.state:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                mean = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                    self.state[p] = {"mean": torch.zeros_like(p), "step": torch.zeros(())}  # load_state_dict needs step
+                mean = self.state[p]["mean"].lerp_(p.grad, 1 - group["momentum"])
                 update = orthogonalize(p.grad.lerp(mean, group["momentum"]))  # Nesterov momentum
                 scale = 0.2 * max(p.shape) ** 0.5  # gives the update about the size of AdamW's
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)

@@ -7,7 +7,8 @@ held-out loss that the rung before has at the end? Losses between two evaluation
 times the run's median step time, so they exclude the compilation.
 
 With --max-lr, each script runs at each of these learning rates, and each row is compared with the best rate of the
-first script. Each finished run is saved. If you stop the measurement, the same command continues it.
+first script. A run whose loss diverges is shown as such. Each finished run is saved. If you stop the measurement, the
+same command continues it.
 """
 
 import argparse
@@ -34,16 +35,20 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": s
 
 
 def train(script, max_lr, seed, settings, cache):
-    """Run heldout.py once. Returns the run as a dict. Raises RuntimeError if the script fails."""
+    """Run heldout.py once. Returns the run as a dict, without losses if it diverges. Raises RuntimeError on failure."""
     options = ["--model", settings["model"], "--steps", settings["steps"], "--device", settings["device"]]
     rate = ["--max-lr", max_lr] if max_lr else []
     words = ["measure/heldout.py", script, *rate, *options, "--seed", seed]
     text, errors, status = execute([str(word) for word in words], cache)
+    run = {"script": script, "max_lr": max_lr, "seed": seed}
     if status:
+        error = parse(text, errors, status)["error"]
+        if "the loss is not finite" in error:
+            return run | {"steps": [], "losses": [], "ms": None}
         at = f" with --max-lr {max_lr:g}, seed {seed}" if max_lr else f", seed {seed}"
-        raise RuntimeError(f"{script}{at}: {parse(text, errors, status)['error']}")
+        raise RuntimeError(f"{script}{at}: {error}")
     found = json.loads(text.splitlines()[-1])
-    return {"script": script, "max_lr": max_lr, "seed": seed} | {
+    return run | {
         "steps": found["steps"],
         "losses": [round(loss, 4) for loss in found["losses"]],
         "ms": rounded(median_ms({"times_ms": found["ms"]})),
@@ -69,14 +74,15 @@ def compare(data):
     row is compared with its "other" row: the rung before or, if the measurement has learning rates, the best row of the
     first script. "differences" are the losses at the end minus those of the other row at the same seed. "steps" and
     "seconds" are what the row needs to reach these losses of the other row. "gain" is the time that the other row takes
-    for all its steps, divided by "seconds".
+    for all its steps, divided by "seconds". The times and losses of runs that diverged are infinite.
     """
     rows = []
     for script, max_lr in itertools.product(data["settings"]["scripts"], data["settings"]["max_lr"]):
         runs = [run for run in data["runs"] if (run["script"], run["max_lr"]) == (script, max_lr)]
         runs.sort(key=lambda run: run["seed"])
-        rows.append({"script": script, "max_lr": max_lr, "runs": runs, "times": [run["ms"] for run in runs]})
-        rows[-1]["losses"] = [run["losses"][-1] for run in runs]
+        rows.append({"script": script, "max_lr": max_lr, "runs": runs})
+        rows[-1]["times"] = [run["ms"] or np.inf for run in runs]
+        rows[-1]["losses"] = [run["losses"][-1] if run["losses"] else np.inf for run in runs]
     first = best([row for row in rows if row["script"] == rows[0]["script"]])
     before = {rung.file: rung.before for rung in read_ladder()}
     for row in rows:
@@ -111,11 +117,12 @@ def cells(data):
         table.append(
             line
             | {
-                "ms per step": spread(row["times"], ".0f"),
-                f"held-out loss after {last} steps": spread(row["losses"], ".3f"),
+                "ms per step": spread(row["times"], ".0f", "diverged"),
+                f"held-out loss after {last} steps": spread(row["losses"], ".3f", "diverged"),
                 "difference": spread([round(one, 3) + 0.0 for one in row["differences"]], "+.3f")
                 .replace("–", " to ")
-                .replace("-", "−"),
+                .replace("-", "−")
+                .replace("+inf", "diverged"),
                 "steps to the other's loss": spread(row["steps"], ".0f", f">{last}"),
                 "seconds to it": spread(row["seconds"], ".1f", "not reached"),
                 "speed-up in time": spread(row["gain"], ".2f", "not reached"),
@@ -147,24 +154,26 @@ def best(rows):
 def curves(data):
     """Return a figure: the mean held-out loss of each row over the steps and over the seconds, with the seeds' range.
 
-    If the measurement has learning rates, the figure shows each script at its best rate.
+    If the measurement has learning rates, the figure shows each script at its best rate. It omits rows that diverged.
     """
     figure = Figure(figsize=(10.0, 4.6))
     left, right = figure.subplots(1, 2, sharey=True)
     rows = compare(data)
     if rows[0]["max_lr"]:
         rows = [best([row for row in rows if row["script"] == script]) for script in data["settings"]["scripts"]]
+    rows = [row for row in rows if np.inf not in row["losses"]]
     for place, row in enumerate(rows):
         steps = np.array(row["runs"][0]["steps"])
         losses = np.array([run["losses"] for run in row["runs"]])
         rate = f", rate {row['max_lr']:g}" if row["max_lr"] else ""
-        times = [run["ms"] for run in data["runs"] if run["script"] == row["script"]]  # the same work at every rate
+        # The work is the same at every rate.
+        times = [run["ms"] for run in data["runs"] if run["script"] == row["script"] and run["ms"]]
         style = {"color": f"C{place % 10}", "linestyle": "-" if place < 10 else "--"}
         for axes, x in ((left, steps), (right, steps * np.median(times) / 1000)):
             axes.plot(x, losses.mean(0), label=title(row["script"]) + rate, linewidth=1.3, **style)
             axes.fill_between(x, losses.min(0), losses.max(0), alpha=0.15, color=style["color"], linewidth=0)
     left.set_ylim(
-        top=max(np.mean([run["losses"][len(steps) // 4] for run in row["runs"]]) for row in rows)
+        top=max((np.mean([run["losses"][len(steps) // 4] for run in row["runs"]]) for row in rows), default=None)
     )  # hides the first drop
     left.set(xlabel="step", ylabel="held-out loss, nats per token", title="Held-out loss over steps")
     right.set(xlabel="seconds of training, without compilation", title="Held-out loss over time")
@@ -192,8 +201,8 @@ def measure(data, out):
                 data["runs"].sort(key=lambda run: plan.index((run["script"], run["max_lr"], run["seed"])))
                 record.save(out, data)
                 rate = f" at {run['max_lr']:g}" if run["max_lr"] else ""
-                said = f"{run['script']}{rate}, seed {run['seed']}: {run['losses'][-1]:.3f}, {run['ms']:.0f} ms"
-                print(f"{number}/{len(futures)}  {said}", flush=True)
+                said = f"{run['losses'][-1]:.3f}, {run['ms']:.0f} ms" if run["losses"] else "diverged"
+                print(f"{number}/{len(futures)}  {run['script']}{rate}, seed {run['seed']}: {said}", flush=True)
         finally:
             pool.shutdown(cancel_futures=True)
     render.write_svg(curves(data), out.with_suffix(".svg"))

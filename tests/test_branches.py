@@ -4,6 +4,7 @@ The fp16 script skips a step if a gradient overflows. Muon's update is nearly or
 Muon. All attention implementations agree up to rounding.
 """
 
+import copy
 import functools
 import math
 import re
@@ -104,6 +105,27 @@ def test_muon_moves_a_matrix_as_pytorchs_muon_does(shape):
         for optimizer in optimizers:
             optimizer.step()
     assert (ours - theirs).norm() < 0.03 * (theirs - start).norm()
+
+
+def test_muon_continues_from_a_saved_state():
+    """torch.optim.AdamW loads only states with a step."""
+    torch.manual_seed(0)
+    layer, gradients = torch.nn.Linear(8, 4), [(torch.randn(4, 8), torch.randn(4)) for _ in range(4)]
+    groups = [{"params": [layer.bias], "weight_decay": 0.0}, {"params": [layer.weight], "momentum": 0.95}]
+
+    def steps(optimizer, gradients):
+        for layer.weight.grad, layer.bias.grad in gradients:
+            optimizer.step()
+
+    first, second = (load(MUON).Muon(groups, lr=0.02, fused=True) for _ in range(2))
+    steps(first, gradients[:2])
+    weights, state = copy.deepcopy(layer.state_dict()), copy.deepcopy(first.state_dict())
+    steps(first, gradients[2:])
+    expected = copy.deepcopy(layer.state_dict())
+    layer.load_state_dict(weights)
+    second.load_state_dict(state)
+    steps(second, gradients[2:])
+    torch.testing.assert_close(layer.state_dict(), expected, atol=0, rtol=0)
 
 
 def test_muons_loss_falls_faster_than_rung_10s():

@@ -905,6 +905,8 @@ def test_a_table_shows_its_conditions():
     ):
         assert words in said
     assert render.cells(data)[0]["peak GiB (reserved)"] == "1.50 (2.50)"
+    data["rows"][0]["runs"] *= 2
+    assert "T 128; 1 to 2 interleaved passes of 20 steps per script (2 requested):" in " ".join(render.conditions(data))
     data["hosts"].append(data["hosts"][0] | {"id": "1", "cpu": "Another", "driver": "590"})
     said = render.conditions(data)[0]
     assert "On Made Up, 139.8 GiB, driver 580" in said and "On Another, 139.8 GiB, driver 590" in said

@@ -128,6 +128,27 @@ def test_with_learning_rates_each_row_is_compared_with_the_best_of_the_first_scr
     assert len(quality.curves(measured([1e-3], [8, 8, 7, 7])).axes[0].lines) == 2
 
 
+def test_a_learning_rate_at_which_the_loss_diverges_is_a_row(train, monkeypatch):
+    with pytest.raises(SystemExit) as stopped:
+        train(TEN, 1e30)
+    monkeypatch.setattr(quality, "execute", lambda *_: ("", f"{stopped.value}\n", 1))
+    data = measured([1e-3, 1e30], [8, 8, 8, 8, 7, 7, 7, 7])
+    settings = data["settings"] | {"device": "cpu"}
+    data["runs"][-1] = json.loads(json.dumps(quality.train(SCRIPTS[1], 1e30, 1, settings, None), allow_nan=False))
+    row = quality.cells(data)[-1]
+    assert row["held-out loss after 100 steps"] == "diverged (7.000–diverged)"
+    assert (row["difference"], row["seconds to it"]) == (
+        "diverged (−1.000 to diverged)",
+        "not reached (0.8–not reached)",
+    )
+    assert quality.best(quality.compare(data)[2:])["max_lr"] == 1e-3
+    monkeypatch.setattr(quality, "best", lambda rows: rows[-1])
+    assert len(quality.curves(data).axes[0].lines) == 1  # only AdamW's
+    monkeypatch.setattr(quality, "execute", lambda *_: ("", "no compiler\n", 1))
+    with pytest.raises(RuntimeError, match="with --max-lr 0.001, seed 0: no compiler"):
+        quality.train(SCRIPTS[1], 1e-3, 0, settings, None)
+
+
 def test_a_measurement_continues_where_it_ended(monkeypatch, tmp_path, capsys):
     trained, out = [], tmp_path / "quality.json"
 
