@@ -93,20 +93,19 @@ def compare(data):
             row["steps"] = [steps_to(run, loss) for run, loss in zip(row["runs"], other["losses"], strict=True)]
             row["seconds"] = [steps * ms / 1000 for steps, ms in zip(row["steps"], row["times"], strict=True)]
             whole = [data["settings"]["steps"] * ms / 1000 for ms in other["times"]]
-            row["gain"] = [its / mine for its, mine in zip(whole, row["seconds"], strict=True)]
+            row["gain"] = [
+                its / mine if np.isfinite(mine) else -np.inf for its, mine in zip(whole, row["seconds"], strict=True)
+            ]
     return rows
 
 
 def spread(values, form, never=""):
-    """Return the median of the values and their range, such as 78 (71–90). `never` replaces infinity and 0.
-
-    For an even number of values, the upper one of the middle two counts as the median.
-    """
+    """Return the median of the values and their range, such as 78 (71–90). `never` replaces infinite values."""
     if not values:
         return ""
-    shown = [never if never and value in (0, np.inf) else format(value, form) for value in np.sort(values)]
-    middle = shown[len(shown) // 2]
-    return f"{middle} ({shown[0]}–{shown[-1]})" if shown[0] != shown[-1] else middle
+    values = np.median(values), min(values), max(values)
+    middle, low, high = (format(value, form) if np.isfinite(value) or not never else never for value in values)
+    return f"{middle} ({low}–{high})" if low != high else middle
 
 
 def cells(data):

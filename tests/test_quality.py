@@ -111,9 +111,9 @@ def test_a_rung_is_compared_with_the_rung_before_at_the_same_seed():
     assert one["other"] is base and one["differences"] == pytest.approx([-1.0, 0.4])
     assert one["steps"] == [pytest.approx(75), math.inf]
     assert one["seconds"] == [pytest.approx(0.75), math.inf]
-    assert one["gain"] == [pytest.approx(2.0 / 0.75), 0]  # rung 00 takes 100 steps of 20 ms
+    assert one["gain"] == [pytest.approx(2.0 / 0.75), -math.inf]  # rung 00 takes 100 steps of 20 ms
     _, row = quality.cells(measured([None], [8.0, 8.1, 7.0, 8.5]))
-    assert (row["script"], row["difference"]) == (title(SCRIPTS[1]), "+0.400 (−1.000 to +0.400)")
+    assert (row["script"], row["difference"]) == (title(SCRIPTS[1]), "−0.300 (−1.000 to +0.400)")
     assert (row["steps to the other's loss"], row["seconds to it"]) == (
         ">100 (75–>100)",
         "not reached (0.8–not reached)",
