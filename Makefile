@@ -6,7 +6,7 @@ PYTEST = .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 help:
 	@echo 'make run         train with rung 10; ARGS="--steps 200" passes options to the script, as in every target with ARGS'
-	@echo 'make diff-03     show what rung 03 changes; also diff-ddp, diff-long, diff-train, diff-fsdp, diff-fp16'
+	@echo 'make diff-03     show what rung 03 changes; also diff-ddp, diff-long, diff-train, and side rungs, such as diff-muon'
 	@echo 'make docs        build the site, with a page for every diff, in docs/site/'
 	@echo 'make ladder      measure the scripts on this machine; ARGS="--profile --budget 30"'
 	@echo 'make quality     measure the held-out loss of each rung on nano over five seeds; takes about an hour on a CPU'

@@ -35,7 +35,7 @@ def show(rung):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("rung", help="01, 02 ... 10, ddp, long, train, fsdp or fp16")
+    parser.add_argument("rung", help="01, 02 ... 10, ddp, long, train, or a side rung, such as muon")
     name = parser.parse_args().rung
     try:
         rungs = {rung.number: rung for rung in read_ladder() if rung.before}

@@ -74,7 +74,8 @@ def compare(data):
     row is compared with its "other" row: the rung before or, if the measurement has learning rates, the best row of the
     first script. "differences" are the losses at the end minus those of the other row at the same seed. "steps" and
     "seconds" are what the row needs to reach these losses of the other row. "gain" is the time that the other row takes
-    for all its steps, divided by "seconds". The times and losses of runs that diverged are infinite.
+    for all its steps, divided by "seconds". The times and losses of runs that diverged are infinite. A loss that a run
+    does not reach has infinite "steps" and a "gain" of minus infinity.
     """
     rows = []
     for script, max_lr in itertools.product(data["settings"]["scripts"], data["settings"]["max_lr"]):
@@ -118,10 +119,9 @@ def cells(data):
             | {
                 "ms per step": spread(row["times"], ".0f", "diverged"),
                 f"held-out loss after {last} steps": spread(row["losses"], ".3f", "diverged"),
-                "difference": spread([round(one, 3) + 0.0 for one in row["differences"]], "+.3f")
+                "difference": spread([round(one, 3) + 0.0 for one in row["differences"]], "+.3f", "diverged")
                 .replace("–", " to ")
-                .replace("-", "−")
-                .replace("+inf", "diverged"),
+                .replace("-", "−"),
                 "steps to the other's loss": spread(row["steps"], ".0f", f">{last}"),
                 "seconds to it": spread(row["seconds"], ".1f", "not reached"),
                 "speed-up in time": spread(row["gain"], ".2f", "not reached"),
@@ -171,9 +171,8 @@ def curves(data):
         for axes, x in ((left, steps), (right, steps * np.median(times) / 1000)):
             axes.plot(x, losses.mean(0), label=title(row["script"]) + rate, linewidth=1.3, **style)
             axes.fill_between(x, losses.min(0), losses.max(0), alpha=0.15, color=style["color"], linewidth=0)
-    left.set_ylim(
-        top=max((np.mean([run["losses"][len(steps) // 4] for run in row["runs"]]) for row in rows), default=None)
-    )  # hides the first drop
+    early = [np.mean([run["losses"][len(run["losses"]) // 4] for run in row["runs"]]) for row in rows]
+    left.set_ylim(top=max(early, default=None))  # hides the first drop
     left.set(xlabel="step", ylabel="held-out loss, nats per token", title="Held-out loss over steps")
     right.set(xlabel="seconds of training, without compilation", title="Held-out loss over time")
     right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))

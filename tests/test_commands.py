@@ -157,9 +157,8 @@ def commands():
 
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-        text = re.sub(
-            r"<!-- (results|losses|quality|muon), .*?<!-- end of", "", text, flags=re.DOTALL
-        )  # skip the generated results
+        generated = r"<!-- (results|losses|quality|muon), .*?<!-- end of"
+        text = re.sub(generated, "", text, flags=re.DOTALL)
         blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
         for language, block in blocks.findall(text):
             assert language in ("", "bash", "text", "python"), f"{name}: ```{language}"
