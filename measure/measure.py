@@ -41,7 +41,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 # steps make up for the updates that fp16 skips.
 PROFILED_STEPS = 12
 FIT_STEPS = 10
-BATCHES = list(itertools.product((4, 16, 64), ("default", "reduce-overhead")))
+BATCHES = list(itertools.product((1, 4, 16, 64), ("default", "reduce-overhead")))
 MACHINE = ("device", "name", "capability", "torch", "cuda", "threads")  # must not change during a measurement
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # Ctrl-C, shutdown, end of the budget
 

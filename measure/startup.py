@@ -1,0 +1,116 @@
+"""Compare how two scripts start and how fast they then run:  python measure/startup.py --model nano --steps 30
+
+The scripts run in turns (A B, B A, A B ...), each time with an empty cache for compiled code, so the first step
+includes the whole compilation. The table shows medians over the runs, with the range. It also shows from which step on
+the script with the longer first step is ahead in total time. --out saves the runs as JSON.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import record
+import render
+from commands import TEN, ask, execute
+from ladder import read_ladder, title
+
+REGIONAL = "branches/regional_compile.py"
+
+
+def middle(values, form):
+    """Return the median of the values and their range, such as 20.1 (19.8–23.0)."""
+    low, median, high = (format(value, form) for value in np.percentile(values, [0, 50, 100]))
+    return f"{median} ({low}–{high})" if low != high else median
+
+
+def ahead(first, second):
+    """Return the number of steps after which two runs have taken the same time in all, or None if they never have.
+
+    A run is a dict with "first_s", the seconds of its first step, and "ms", the milliseconds of a later step.
+    """
+    saved_s, lost_ms = first["first_s"] - second["first_s"], second["ms"] - first["ms"]
+    return 1 + 1000 * saved_s / lost_ms if saved_s * lost_ms > 0 else None
+
+
+def cells(data):
+    """Return the table of two scripts as a list of dicts of heading -> cell."""
+    runs = [[run for run in data["runs"] if run["script"] == script] for script in data["settings"]["scripts"]]
+    table = [
+        {
+            "script": title(mine[0]["script"]),
+            "first step, s": middle([run["first_s"] for run in mine], ".1f"),
+            "ms per later step": middle([run["ms"] for run in mine], ",.0f"),
+            "ahead": "",
+        }
+        for mine in runs
+    ]
+    equal = [ahead(*pair) for pair in zip(*runs, strict=True)]
+    slow = max((0, 1), key=lambda place: np.median([run["first_s"] for run in runs[place]]))
+    table[1 - slow]["ahead"] = "at first"
+    table[slow]["ahead"] = f"from step {middle(equal, ',.0f')}" if None not in equal else "not in every pair of runs"
+    return table
+
+
+def conditions(data):
+    """Return the command, the machine and the settings of a measurement as two lines."""
+    s = data["settings"]
+    about = (
+        f"{s['model']}, B {s['batch_size']}, T {s['seq_len']}: {s['steps']} steps, {s['repeat']} runs of each script"
+    )
+    return [f"{data['command']}, {data['date']}", f"{about}, {data['device']}, torch {data['torch']}"]
+
+
+def measure(settings):
+    """Run both scripts in turns. Returns a list of runs. Raises RuntimeError if a script fails."""
+    names, found = ("model", "batch_size", "seq_len", "steps", "device"), []
+    flags = [str(word) for name in names for word in (f"--{name.replace('_', '-')}", settings[name])]
+    for number in range(settings["repeat"]):
+        for script in settings["scripts"][:: -1 if number % 2 else 1]:
+            with tempfile.TemporaryDirectory() as cache:
+                run = record.parse(*execute([script, *flags], cache), settings["steps"])
+            if run["error"]:
+                raise RuntimeError(f"{script}: {run['error']}")
+            first, ms = record.rounded(run["times_ms"][0] / 1000), record.rounded(record.median_ms(run))
+            found.append({"script": script, "first_s": first, "ms": ms})
+            print(f"{number + 1}/{settings['repeat']}  {script}: {first:.1f} s, then {ms:,.0f} ms", flush=True)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    known = [rung.file for rung in read_ladder()]
+    parser.add_argument("scripts", nargs="*", default=[TEN, REGIONAL], help=f"default {TEN} {REGIONAL}")
+    parser.add_argument("--model", default="nano", help="default nano")
+    parser.add_argument("--batch-size", type=int, default=4, help="batch size B, default 4")
+    parser.add_argument("--seq-len", type=int, default=128, help="sequence length T, default 128")
+    parser.add_argument("--steps", type=int, default=30, help="steps per run, default 30")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each script, default 3")
+    parser.add_argument("--device", help="default: the accelerator that PyTorch finds, or cpu")
+    parser.add_argument("--out", type=Path, help="also write the runs to this file as JSON")
+    args = parser.parse_args()
+    if len({*args.scripts}) != 2 or not {*args.scripts} <= {*known}:
+        parser.error(f"expected two of {', '.join(known)}")
+    if args.steps < 2 or args.repeat < 1:
+        parser.error("need at least 2 for --steps and 1 for --repeat")
+    try:
+        machine = ask("machine.py", *(["--device", args.device] if args.device else []))
+        settings = {name: value for name, value in vars(args).items() if name != "out"} | {"device": machine["device"]}
+        data = {"command": shlex.join(["python", "measure/startup.py", *sys.argv[1:]]), "date": record.now()[:10]}
+        data |= {"commit": record.commit(), "device": machine["name"], "torch": machine["torch"], "settings": settings}
+        data |= {"runs": measure(settings)}
+        if args.out:
+            args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    except (OSError, RuntimeError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
+    print("\n" + render.plain(conditions(data), cells(data)), end="")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
