@@ -8,7 +8,7 @@ logit's gradient exceeds 1 / (B T), because the loss is a mean over B T tokens, 
 When it does not help: outside the head of a small model, where converting the operands takes as long as is saved. It
 needs a GPU with compute capability 8.9 or later. A CPU only emulates float8, slowly.
 
-    make diff-fp8-head    shows what this file changes
+    make diff-fp8    shows what this file changes
 """
 
 import argparse
@@ -81,33 +81,28 @@ class Block(nn.Module):
 
 
 class Float8Linear(torch.autograd.Function):
-    """x @ weight.T in bf16, from float8 operands (Micikevicius et al. 2022). (N, C), (V, C) -> (N, V)."""
+    """x @ weight.T, with float8 operands and a bf16 result (Micikevicius et al. 2022). (N, C), (V, C) -> (N, V)."""
 
     @staticmethod
     def forward(ctx, x, weight):
-        (x8, x_scale), (w8, w_scale) = to_float8(x), to_float8(weight)
+        (x8, x_scale), (w8, w_scale) = (to_float8(t, t.abs().max().float(), torch.float8_e4m3fn) for t in (x, weight))
         ctx.save_for_backward(x8, w8, x_scale, w_scale)
         return torch._scaled_mm(x8, w8.t(), x_scale, w_scale, out_dtype=torch.bfloat16)
 
     @staticmethod
     def backward(ctx, grad):
         x8, w8, x_scale, w_scale = ctx.saved_tensors
-        g8, g_scale = to_float8(grad, 1 / len(grad), torch.float8_e5m2)  # len(grad) is B * T
-        grad_x = torch._scaled_mm(g8, columns(w8), g_scale, w_scale, out_dtype=torch.bfloat16)
-        grad_weight = torch._scaled_mm(g8.t().contiguous(), columns(x8), g_scale, x_scale, out_dtype=torch.bfloat16)
-        return grad_x, grad_weight
+        largest = torch.tensor(1 / len(grad), device=grad.device)  # the loss is a mean over len(grad) tokens
+        g8, g_scale = to_float8(grad, largest, torch.float8_e5m2)
+        x8, w8 = x8.t().contiguous().t(), w8.t().contiguous().t()  # the second operand has to be stored by columns
+        grad_x = torch._scaled_mm(g8, w8, g_scale, w_scale, out_dtype=torch.bfloat16)
+        return grad_x, torch._scaled_mm(g8.t().contiguous(), x8, g_scale, x_scale, out_dtype=torch.bfloat16)
 
 
-def to_float8(x, largest=None, dtype=torch.float8_e4m3fn):
-    """Return (x / scale in float8, scale). `largest`, by default that of x, is the magnitude mapped to the maximum."""
-    largest = x.abs().max().float() if largest is None else torch.tensor(largest, device=x.device)
+def to_float8(x, largest, dtype):
+    """Return x / scale in `dtype`, and the scale. It maps `largest`, a magnitude, to the largest number of `dtype`."""
     scale = largest / torch.finfo(dtype).max
     return (x / scale).to(dtype), scale
-
-
-def columns(x):
-    """Return x stored column by column, as float8 products need their second operand."""
-    return x.t().contiguous().t()
 
 
 class GPT(nn.Module):
@@ -123,6 +118,7 @@ class GPT(nn.Module):
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
+        self.use_fp8 = False
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
@@ -141,10 +137,11 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
-        if targets is None:
-            return self.lm_head(x)  # (B, T, vocab_size)
-        logits = Float8Linear.apply(x.view(-1, x.size(-1)), self.lm_head.weight)  # (B * T, vocab_size)
-        return F.cross_entropy(logits, targets.view(-1))
+        if self.use_fp8 and targets is not None:
+            logits = Float8Linear.apply(x.view(-1, x.size(-1)), self.lm_head.weight)  # (B * T, vocab_size)
+        else:
+            logits = self.lm_head(x)  # (B, T, vocab_size)
+        return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self):
         """Return fused AdamW, with weight decay only for matrices (2-D). The training loop sets the learning rate."""
@@ -262,12 +259,16 @@ def main():
     use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
     if not use_bf16:
         print("no bf16 here: this script uses it on NVIDIA GPUs with compute capability 8.0 or later and AVX-512 CPUs")
+    use_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    if not use_fp8:
+        print("no float8 here: this script uses it on NVIDIA GPUs with compute capability 8.9 or later")
 
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
     loader = DataLoaderLite(args.data, B, T)
     print_header(args, model, loader)
 
+    model.use_fp8 = use_fp8
     model.to(device)
     model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
     print("compiling: the first step takes about a minute", flush=True)

@@ -248,7 +248,8 @@ class Site:
 
     def __init__(self):
         self.rungs = read_ladder()
-        self.results, self.steps = render.newest(), floor.read_counts()
+        self.results = render.newest() | render.newest(partial=True)
+        self.steps = floor.read_counts()
         loader = jinja2.FileSystemLoader([DOCS, DOCS / "pages"])
         self.jinja = render.JINJA.overlay(loader=loader, autoescape=lambda name: name.endswith(".html"))
         self.jinja.filters.update(good=render.good, paint=paint)
@@ -362,6 +363,7 @@ class Site:
             before = before if before and before["median_ms"] else None
             plots = self.plots(name, [one for one in (before, row) if one]) if row and row["median_ms"] else []
             found.append((name, row, before, plots))
+        found = [one for one in found if one[1] and (one[1]["median_ms"] or one[1]["error"])] or found[:1]
         predictions = [p for p in read_toml("results/predictions.toml")["prediction"] if rung.file in p["ms"]]
         for prediction in predictions:
             prediction["found"] = self.measured_ms(rung.file, prediction)

@@ -48,10 +48,11 @@ from torch.utils.flop_counter import flop_registry as FLOPS
 from torch.utils.flop_counter import register_flop_formula
 
 sys.path.append(str(ROOT))
-from ladder import read_ladder
+from ladder import Rung, read_ladder
 
 from baseline import MODELS
 
+PEER = Rung("measure/peers.py compiled", "transformers, compiled", "", "peer", precision="bf16")
 aten = torch.ops.aten
 NOT_KERNELS = {aten._unsafe_view.default, aten.lift_fresh.default}  # views that their schemas do not mark as views
 HOST = {aten._foreach_add_.Tensor}  # not counted: increments AdamW's step counters, on the CPU unless AdamW is fused
@@ -193,10 +194,11 @@ def to_cuda(gm, inputs):
                 node.update_kwarg("device", device)
 
 
-def compiler(counter):
+def compiler(counter, fullgraph):
     """Return a replacement for torch.nn.Module.compile.
 
-    With this replacement, each call of a compiled module records the kernels that Inductor would run.
+    With this replacement, each call of a compiled module records the kernels that Inductor would run. With `fullgraph`,
+    code outside a graph is an error.
     """
 
     def inner(gm, inputs, **options):
@@ -234,7 +236,7 @@ def compiler(counter):
         run._boxed_call = True
         return run
 
-    return fake.compiler(inner)
+    return fake.compiler(inner, fullgraph)
 
 
 def step(rung, model, batch_size, seq_len, cuda=True):
@@ -255,7 +257,7 @@ def step(rung, model, batch_size, seq_len, cuda=True):
     flags = {"model": model, "batch_size": batch_size, "seq_len": seq_len, "steps": 2}
     hooks = register_optimizer_step_pre_hook(begin_update), register_optimizer_step_post_hook(end_update)
     try:
-        fake.run(rung.file, flags, counter, compiler(counter), cuda)
+        fake.run(rung.file, flags, counter, compiler(counter, rung is not PEER), cuda)
     finally:
         for hook in hooks:
             hook.remove()
@@ -270,6 +272,7 @@ def main():
     parser.add_argument(
         "--card", help="also print the floor on this GPU: a name in measure/cards.toml, or a file with roof.py's output"
     )
+    parser.add_argument("--peer", action="store_true", help="count only rung 10 and the compiled loop of peers.py")
     parser.add_argument("--out", type=Path, help="also write the counts to this file as JSON")
     args = parser.parse_args()
     try:
@@ -278,13 +281,14 @@ def main():
             raise ValueError(f"--out {args.out}: cannot write a file there")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
+    rungs = [rung for rung in read_ladder() if rung.part == "rung" and rung.kind != "scale"]
+    rungs = [rungs[-1], PEER] if args.peer else rungs
     version, counts = torch.__version__.partition("+")[0], []
     for batch_size in args.batch_size:
         about, steps = {"model": args.model, "batch_size": batch_size, "seq_len": args.seq_len}, {}
-        for rung in read_ladder():
-            if rung.part == "rung" and rung.kind != "scale":
-                print(f"counting {rung.file}, B {batch_size}", file=sys.stderr)
-                steps[rung.file] = Counted(step(rung, **about))
+        for rung in rungs:
+            print(f"counting {rung.file}, B {batch_size}", file=sys.stderr)
+            steps[rung.file] = Counted(step(rung, **about))
         rows = {script: [[*kernel, count] for kernel, count in found.items()] for script, found in steps.items()}
         counts.append(about | {"scripts": rows})
         said = f"{args.model}, B {batch_size}, T {args.seq_len}: counts of one step, torch {version}"

@@ -30,9 +30,9 @@ def compiler(inner, fullgraph=True):
         backend = functools.partial(compile_fx, inner_compile=inner)
         call = torch.compile(module._call_impl, backend=backend, fullgraph=fullgraph, dynamic=False)
 
-        def without_mode(*args):
+        def without_mode(*args, **kwargs):
             with _pop_mode_temporarily():  # Dynamo does not compile under an unknown dispatch mode
-                return call(*args)
+                return call(*args, **kwargs)
 
         module._compiled_call_impl = without_mode
 
@@ -41,6 +41,8 @@ def compiler(inner, fullgraph=True):
 
 def run(script, flags, mode, compile, cuda=True, to=lambda module, device: module):
     """Run `script` on fake tensors with the options in `flags`, a dict, and with the dispatch mode `mode` active.
+
+    `script` may contain further arguments, separated by spaces.
 
     `compile` and `to` replace the methods torch.nn.Module.compile and torch.nn.Module.to. The script runs on the CPU
     but follows PyTorch's rules for CUDA, or its rules for the CPU if `cuda` is False. Raises SystemExit if the script
@@ -51,7 +53,8 @@ def run(script, flags, mode, compile, cuda=True, to=lambda module, device: modul
     def in_float32(x, *args, **kwargs):
         return softmax(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)
 
-    words = [str(word) for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+    script, *words = script.split()
+    words += [str(word) for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
     patches = {
         "sys.argv": [script, *words, "--device", "cpu"],
         "sys.stdout": io.StringIO(),

@@ -313,7 +313,9 @@ def arguments():
     )
     parser.add_argument("--branches", action="store_true", help="also measure the scripts in branches/")
     parser.add_argument("--profile", action="store_true", help="also break the step time down by kind of kernel")
-    parser.add_argument("--batches", action="store_true", help="also measure rung 10 at B 4, 16, 64 in 2 compile modes")
+    parser.add_argument(
+        "--batches", action="store_true", help="also measure rung 10 at B 1, 4, 16, 64 in 2 compile modes"
+    )
     parser.add_argument("--fit", action="store_true", help="also measure the largest micro-batch that fits")
     args = parser.parse_args()
     if any(n is not None and n < 1 for n in (args.batch_size, args.seq_len, args.steps, args.repeat)):

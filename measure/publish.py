@@ -2,8 +2,9 @@
 
 Each generated part is between two comments in its file. Its contents come from ladder.toml, the scripts, measure/ and
 results/. To choose the measurements to show, name their folders. The default is the latest measurement of each device
-and model, GPUs first. This program also writes summary.txt in these folders, quality.txt and muon.txt in results/, and
-the plots in docs/pages/img/. If its inputs are unchanged, a second run changes no file.
+and model, GPUs first. Measurements made with --only appear only in docs/pages/results.md and on the pages of the
+scripts that they include. This program also writes summary.txt in these folders, quality.txt, muon.txt and startup.txt
+in results/, and the plots in docs/pages/img/. If its inputs are unchanged, a second run changes no file.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pathlib import Path
 import floor
 import quality
 import render
+import startup
 from commands import TEN
 from ladder import changed_lines, read_ladder, read_toml, title
 from record import ROOT, read
@@ -22,6 +24,7 @@ OPENS = r"<!-- (\w+), written by `make figures` -->\n"
 BLOCK = re.compile(rf"({OPENS}).*?(<!-- end of \2 -->)", re.DOTALL)
 IMAGES = Path("docs", "pages", "img")
 LEARNED = "quality", "muon"  # measurements that quality.py made
+STARTED = "startup-nano", "startup-gpt2"  # measurements that startup.py made
 FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"  # the cards that the README lists
 
 
@@ -242,16 +245,51 @@ def fit():
     return list(table.values())
 
 
-def held_out(name):
-    """Return a measurement in results/ that quality.py made."""
+def profiles(measured):
+    """Return the profiles of rung 10 and compiled transformers in the first measurement that has both, as Markdown.
+
+    The profile of ddp_run.py, which does the same work as rung 10 on one device, shows the noise.
+    """
+    for name, data in measured.items():
+        rows = [row_of(data, script) for script in (TEN, "ddp_run.py", "transformers, bf16, compiled")]
+        if all(row and row["profile"] and row["profile"]["groups_ms"] for row in rows):
+            groups = [row["profile"]["groups_ms"] | {"a step, not profiled": row["median_ms"]} for row in rows]
+            lines = []
+            for kind in groups[0]:
+                ten, ddp, peer = (group[kind] for group in groups)
+                line = {"ms per step": kind, "rung 10": f"{ten:.1f}", "`ddp_run.py`": f"{ddp:.1f}"}
+                more = f"{peer - ten:+.1f}".replace("-", "−")
+                lines.append(line | {"`transformers`": f"{peer:.1f}", "more than rung 10": more})
+            s = data["settings"]
+            about = f"{render.label(data)}, B {s['batch_size']}, T {s['seq_len']}, torch {data['machine']['torch']}"
+            return f"{about}, `results/{name}/`:\n\n{table(lines)}"
+    return "Not measured yet."
+
+
+def peer_counted():
+    """Return the counts of rung 10 and of compiled transformers as a table, with a row per group of kernels."""
+    (steps,) = floor.read_counts(ROOT / "results" / "counts-peer.json").values()
+    lines = []
+    for kind in [*(kind for kind in render.GROUPS if kind != "idle"), None]:
+        totals = [floor.totals(step, kind) for step in steps.values()]
+        line = {"rung 10 / `transformers`": kind or "a step"}
+        for unit, place, form in (("TFLOP", 0, ".2f"), ("GB moved", 1, ".2f"), ("kernels", 2, "d")):
+            size = {"TFLOP": 1e12, "GB moved": 1e9}.get(unit, 1)
+            line[unit] = " / ".join(format(total[place] / size if size > 1 else total[place], form) for total in totals)
+        lines.append(line)
+    return table(lines)
+
+
+def saved(name):
+    """Return a measurement in results/ that quality.py or startup.py made."""
     return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def learned(data):
-    """Return a measurement that quality.py made as Markdown."""
-    line, about = quality.conditions(data)
+def described(data, program):
+    """Return, as Markdown, a measurement that quality.py or startup.py made. `program` is that module."""
+    line, about = program.conditions(data)
     command, _, date = line.rpartition(", ")
-    return f"`{command}`, {date}: {about}.\n\n{table(quality.cells(data))}"
+    return f"`{command}`, {date}: {about}.\n\n{table(program.cells(data))}"
 
 
 def printed(data):
@@ -262,8 +300,11 @@ def printed(data):
     return render.part("log.md", label=render.label(data), steps=list(steps), tokens=tokens)
 
 
-def parts(measured):
-    """Return ({name: Markdown of a part}, {name: figure}). Raises ValueError if baseline.py has no result."""
+def parts(measured, partial=()):
+    """Return ({name: Markdown of a part}, {name: figure}). Raises ValueError if baseline.py has no result.
+
+    `partial` contains measurements made with --only. Of the parts, only that of the page of results shows them.
+    """
     public, counts = read_toml("results/public.toml"), floor.read_counts()
     logs = public["log"]
     steps = counts["gpt2", logs[0]["batch_size"], logs[0]["seq_len"]]
@@ -273,8 +314,8 @@ def parts(measured):
     figures = {f"{name}-{kind}": figure for kind, figure in render.figures(data).items()}
     figures |= {"counts": render.three_counts(steps, logs[0])}
     figures |= {"counts-narrow": render.three_counts(steps, logs[0], wide=False)}
-    figures |= {name: quality.curves(held_out(name)) for name in LEARNED}
-    texts = {name: learned(held_out(name)) for name in LEARNED} | {
+    figures |= {name: quality.curves(saved(name)) for name in LEARNED}
+    texts = {name: described(saved(name), quality) for name in LEARNED} | {
         "picture": render.part(
             "picture.md", folder="docs/pages/", logs=logs, speeds=public["speed"], result=name, data=data, drawn=figures
         ),
@@ -291,7 +332,10 @@ def parts(measured):
         "fit_measured": table(fit_measured()),
         "fit_gpu": render.part("fit_gpu.md", table=table, found=list(fit_gpu(measured))),
         "losses": f"```console\n{(ROOT / 'results' / 'losses.txt').read_text(encoding='utf-8').strip()}\n```",
-        "results": render.part("results.md", results=measured, drawn=figures, ALT=render.ALT),
+        "profiles": profiles(measured),
+        "peer_counted": peer_counted(),
+        "startup": "\n\n".join(described(saved(name), startup) for name in STARTED),
+        "results": render.part("results.md", results=measured | dict(partial), drawn=figures, ALT=render.ALT),
         "log": printed(whole[0]),
     }
     return texts, figures
@@ -316,19 +360,23 @@ def main():
         folders = [folder.resolve() for folder in args.folders]
         if foreign := [folder for folder in folders if folder.parent != ROOT / "results"]:
             raise ValueError(f"{foreign[0]} is not in results/")
-        measured = {folder.name: read(folder / "ladder.json") for folder in folders} or render.newest()
+        found = {folder.name: read(folder / "ladder.json") for folder in folders}
+        found = found or render.newest() | render.newest(partial=True)
+        partial = {name: data for name, data in found.items() if data["settings"]["only"]}
+        measured = {name: data for name, data in found.items() if name not in partial}
         if not measured:
-            raise ValueError("results/ has no finished measurement: run make ladder")
-        texts, figures = parts(measured)
+            raise ValueError("results/ has no finished measurement of the ladder: run make ladder")
+        texts, figures = parts(measured, partial)
         written = {path: with_parts(path, texts) for path in (ROOT / "README.md", *ROOT.glob("docs/pages/**/*.md"))}
         written |= {ROOT / IMAGES / f"{name}.svg": render.svg_file(figure) for name, figure in figures.items()}
-        written |= {ROOT / "results" / name / "summary.txt": render.summary(data) for name, data in measured.items()}
-        written |= {ROOT / "results" / f"{name}.txt": quality.summary(held_out(name)) for name in LEARNED}
+        written |= {ROOT / "results" / name / "summary.txt": render.summary(data) for name, data in found.items()}
+        written |= {ROOT / "results" / f"{name}.txt": quality.summary(saved(name)) for name in LEARNED}
+        written[ROOT / "results" / "startup.txt"] = "\n".join(startup.summary(saved(name)) for name in STARTED)
         for stale in {path for kind in render.ALT for path in (ROOT / IMAGES).glob(f"*-{kind}.svg")} - written.keys():
             stale.unlink()
         for path, text in written.items():
             path.write_text(text, encoding="utf-8", newline="\n")
-        print(*map(render.summary, measured.values()), sep="\n")
+        print(*map(render.summary, found.values()), sep="\n")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
 

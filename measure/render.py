@@ -58,9 +58,10 @@ def times(ratio):
 
 
 def label(data):
-    """Return the device and the model of a measurement, such as "CPU: AMD EPYC, nano"."""
+    """Return the device and the model of a measurement, such as "CPU: AMD EPYC, nano", and whether it is partial."""
     device = data["machine"]
-    return f"{'CPU: ' if device['device'] == 'cpu' else ''}{device['name']}, {data['settings']['model']}"
+    some = ", some scripts" if data["settings"]["only"] else ""
+    return f"{'CPU: ' if device['device'] == 'cpu' else ''}{device['name']}, {data['settings']['model']}{some}"
 
 
 def step(row):
@@ -278,16 +279,16 @@ def write(folder):
     print(f"\n{text}\nplots: {folder}/*.svg")
 
 
-def newest():
+def newest(partial=False):
     """Return {folder name: measurement} with the latest finished measurement of each device and model.
 
-    Measurements made with --only are left out. GPT-2 on GPUs comes first, then other models on GPUs, then CPUs. In each
-    group, the latest measurement comes first.
+    With `partial`, only measurements made with --only count; otherwise, only the others. GPT-2 on GPUs comes first,
+    then other models on GPUs, then CPUs. In each group, the latest measurement comes first.
     """
     found, shown = [], {}
     for path in (ROOT / "results").glob("*/ladder.json"):
         data = read(path)
-        if data["finished"] and not data["settings"]["only"]:
+        if data["finished"] and bool(data["settings"]["only"]) == partial:
             gpu, model = data["machine"]["device"] != "cpu", data["settings"]["model"]
             found.append((gpu, gpu and model == "gpt2", data["finished"], path.parent.name, data))
     for *_, name, data in sorted(found, key=lambda one: one[:4], reverse=True):

@@ -7,6 +7,7 @@ the script with the longer first step is ahead in total time. --out saves the ru
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -64,6 +65,11 @@ def conditions(data):
     return [f"{data['command']}, {data['date']}", f"{about}, {data['device']}, torch {data['torch']}"]
 
 
+def summary(data):
+    """Return the conditions and the table of a measurement as text."""
+    return render.plain(conditions(data), cells(data))
+
+
 def measure(settings):
     """Run both scripts in turns. Returns a list of runs. Raises RuntimeError if a script fails."""
     names, found = ("model", "batch_size", "seq_len", "steps", "device"), []
@@ -96,6 +102,8 @@ def main():
         parser.error(f"expected two of {', '.join(known)}")
     if args.steps < 2 or args.repeat < 1:
         parser.error("need at least 2 for --steps and 1 for --repeat")
+    if args.out and (args.out.is_dir() or not os.access(args.out.parent, os.W_OK)):
+        parser.error(f"--out {args.out}: cannot write a file there")
     try:
         machine = ask("machine.py", *(["--device", args.device] if args.device else []))
         settings = {name: value for name, value in vars(args).items() if name != "out"} | {"device": machine["device"]}
@@ -106,7 +114,7 @@ def main():
             args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
-    print("\n" + render.plain(conditions(data), cells(data)), end="")
+    print("\n" + summary(data), end="")
 
 
 if __name__ == "__main__":

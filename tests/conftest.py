@@ -39,7 +39,7 @@ EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "eval_sec": 0.0}
 FP16 = "branches/fp16_grad_scaler.py"
 CHUNKED, CHECKPOINTING = "branches/chunked_loss.py", "branches/activation_checkpointing.py"
-MUON = "branches/muon.py"
+MUON, REGIONAL, FP8 = "branches/muon.py", "branches/regional_compile.py", "branches/fp8_head.py"
 NANO = '"nano": GPTConfig(n_layer=4, n_head=4, n_embd=128)'
 SMALL = '"nano": GPTConfig(n_layer=2, n_head=2, n_embd=32)'  # for tests that do not depend on the model size
 STEP = re.compile(

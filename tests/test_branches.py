@@ -1,7 +1,8 @@
 """The side rungs and the comparison of attention implementations compute what they claim.
 
 The fp16 script skips a step if a gradient overflows. Muon's update is nearly orthogonal and matches that of PyTorch's
-Muon. All attention implementations agree up to rounding.
+Muon. With regional compilation, all blocks share the code of one. The float8 products are off by the rounding of
+float8. All attention implementations agree up to rounding.
 """
 
 import copy
@@ -12,7 +13,7 @@ import re
 import attention as bench
 import pytest
 import torch
-from conftest import FP16, MUON, SCRIPTS, STEP, load, play
+from conftest import FP8, FP16, MUON, REGIONAL, SCRIPTS, STEP, load, made_up_gpu, play
 
 
 def train(monkeypatch, steps, blow_up=()):
@@ -136,6 +137,71 @@ def test_muons_loss_falls_faster_than_rung_10s():
         losses = [float(match["loss"]) for match in STEP.finditer(printed)]
         ends.append(sum(losses[-10:]) / 10)
     assert ends[1] < ends[0] - 0.5
+
+
+def test_all_blocks_run_the_code_compiled_for_one(monkeypatch):
+    compile, graphs, calls = torch.nn.Module.compile, [], []
+
+    def backend(graph, _):
+        graphs.append(len(graph.graph.find_nodes(op="placeholder")))
+        return lambda *inputs: calls.append(1) or graph.forward(*inputs)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, mode: compile(module, backend=backend))
+    play(REGIONAL, "--steps", 3, "--batch-size", 1, "--seq-len", 16, compiled=True)
+    assert graphs == [1 + 12]  # the inputs of one graph: x and the parameters of a block
+    assert len(calls) == 3 * 2  # 3 steps of 2 blocks
+
+
+def rounding(ours, exact):
+    """Return the relative error of a tensor in the Euclidean norm."""
+    return ((ours.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("x_size, w_size", [(1, 0.02), (1e-3, 1), (300, 1e-4)])
+def test_float8_products_are_off_by_the_rounding_of_float8(x_size, w_size):
+    """The gradient of the logits is that of a mean loss. Tensors of any magnitude fit the narrow range of float8."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(4096, 32) * x_size).requires_grad_(), (torch.randn(64, 32) * w_size).requires_grad_()
+    logits = load(FP8).Float8Linear.apply(x, w)
+    assert logits.dtype == torch.bfloat16
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    expected = exact[0] @ exact[1].T
+    grad = (torch.randn(4096, 64).softmax(-1) - torch.nn.functional.one_hot(torch.randint(64, (4096,)), 64)) / 4096
+    logits.backward(grad.bfloat16())
+    expected.backward(grad.double())
+    assert 0.01 < rounding(logits.detach(), expected.detach()) < 0.05
+    for ours, theirs in zip((x, w), exact, strict=True):
+        assert ours.grad.dtype == torch.float32 and 0.01 < rounding(ours.grad, theirs.grad) < 0.08
+
+
+def test_with_a_float8_head_loss_and_gradients_are_those_of_rung_10_up_to_rounding():
+    found = []
+    for script in (SCRIPTS[10], FP8):
+        module = load(script)
+        torch.manual_seed(0)
+        model = module.GPT(module.GPTConfig(vocab_size=256, n_layer=2, n_head=2, n_embd=32))
+        model.use_fp8 = True  # rung 10 ignores it
+        x, y = torch.randint(256, (2, 4, 32), generator=torch.Generator().manual_seed(1))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x, y)
+        loss.backward()
+        found.append((loss.item(), {name: p.grad.double() for name, p in model.named_parameters()}))
+        assert model(x).shape == (4, 32, 256)
+    (exact, gradients), (loss, ours) = found
+    assert loss == pytest.approx(exact, abs=0.01) and loss != exact
+    assert ours.keys() == gradients.keys()
+    for name, grad in gradients.items():
+        assert rounding(ours[name], grad) < 0.1, name
+
+
+@pytest.mark.parametrize("capability, used", [((8, 0), False), ((8, 9), True)])
+def test_the_head_is_in_float8_where_the_gpu_supports_it(monkeypatch, capability, used):
+    apply, calls = load(FP8).Float8Linear.apply, []
+    monkeypatch.setattr(load(FP8).Float8Linear, "apply", lambda *inputs: calls.append(1) or apply(*inputs))
+    with made_up_gpu(capability=capability):
+        printed = play(FP8, "--steps", 2, "--batch-size", 1, "--seq-len", 4, device="cuda")
+    assert ("no float8 here" not in printed) == bool(calls) == used
 
 
 @pytest.mark.parametrize("kind", bench.ATTENTION)

@@ -29,6 +29,7 @@ PAIRS = [(before, after) for i, after in enumerate(SCRIPTS) for before in SCRIPT
 RUNG_PAGES = [docs.page(script) for script in SCRIPTS]
 SIDE_PAGES = """
     index counts compare mistakes options where log scale pretrain card results quality measuring memory beyond checked
+    transformers
 """.split()
 SIDE_PAGES = [f"{name}.html" for name in SIDE_PAGES]
 PAGES = [*SIDE_PAGES, *RUNG_PAGES, *(docs.pair_page(*pair) for pair in PAIRS)]

@@ -401,7 +401,7 @@ def test_the_rows_are_the_twelve_scripts_and_what_is_asked_for():
         speedup_05_compile.py speedup_06_flash_attn.py speedup_07_vocab_pad.py speedup_08_adamw_clip.py
         speedup_09_cosine_lr.py speedup_10_fused_adamw.py ddp_run.py
     """.split()
-    names = "fsdp_run fp16_grad_scaler chunked_loss activation_checkpointing muon"
+    names = "fsdp_run fp16_grad_scaler chunked_loss activation_checkpointing muon regional_compile fp8_head"
     branches = [f"branches/{name}.py" for name in names.split()]
     peers = ["ddp_run.py under torchrun", "transformers, plain loop", "transformers, bf16, compiled"]
     peers.append("transformers.Trainer")
@@ -705,9 +705,9 @@ def test_another_gpu_torch_or_cuda_is_another_measurement(in_process, monkeypatc
         (4, {"ladder": 4}),
         (13, {"ladder": 12, "profile": 1}),
         (28, {"ladder": 12, "profile": 12, "batches": 4}),
-        (34, {"ladder": 12, "profile": 12, "batches": 6, "peers": 4}),
-        (38, {"ladder": 12, "profile": 15, "batches": 6, "peers": 5}),  # the second pass, reversed, starts with a peer
-        (53, {"ladder": 24, "profile": 15, "batches": 6, "peers": 8}),
+        (36, {"ladder": 12, "profile": 12, "batches": 8, "peers": 4}),
+        (40, {"ladder": 12, "profile": 15, "batches": 8, "peers": 5}),  # the second pass, reversed, starts with a peer
+        (55, {"ladder": 24, "profile": 15, "batches": 8, "peers": 8}),
     ],
 )
 def test_what_a_budget_is_spent_on_first_is_worth_most(in_process, runs, expected):
@@ -717,7 +717,7 @@ def test_what_a_budget_is_spent_on_first_is_worth_most(in_process, runs, expecte
         kind = "profile" if "kernels.py" in line else "batches" if "--compile-mode" in line else "ladder"
         ran["peers" if re.match("measure/peers.py|-m torch", line) else kind] += 1
     assert ran == dict.fromkeys(ran, 0) | expected
-    assert bool(data["finished"]) == (ran["ladder"] >= 12) and data["complete"] == (runs == 53)
+    assert bool(data["finished"]) == (ran["ladder"] >= 12) and data["complete"] == (runs == 55)
 
 
 def test_every_first_pass_compiles_with_nothing_in_the_cache_and_no_other(in_process, tmp_path):

@@ -17,6 +17,7 @@ from conftest import (
     CHUNKED,
     FP16,
     MUON,
+    REGIONAL,
     ROOT,
     RUNGS,
     SCRIPTS,
@@ -126,7 +127,7 @@ def is_as_precise(step, exact, dtype, spacing):
     assert step.logits[0].dtype == dtype
     off = error(step.logits[0].cpu(), exact.logits)
     assert off <= 2 * spacing and (off >= spacing / 4 or spacing == FLOAT32)
-    assert step.losses[0] == pytest.approx(exact.loss, rel=max(spacing / 16, 1e-6))  # the loss is float32
+    assert step.losses[0] == pytest.approx(exact.loss, rel=max(spacing / 8, 1e-6))  # the loss is float32
     for name, grad in exact.gradients.items():
         scale = float(step.printed["norm"] or 1)  # clipping divided the gradients by this
         assert error(step.grads[name].cpu() * scale, grad) <= 4 * spacing, name
@@ -269,8 +270,8 @@ def test_ten_compiled_steps_match_eager(steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [CHUNKED, CHECKPOINTING])
-def test_a_compiled_memory_rung_matches_eager_rung_10(script, steps):
+@pytest.mark.parametrize("script", [CHUNKED, CHECKPOINTING, REGIONAL])
+def test_a_compiled_side_rung_matches_eager_rung_10(script, steps):
     eager, compiled = steps(SCRIPTS[10], autocast=False), steps(script, autocast=False, compiled=True)
     assert [step.losses for step in compiled] == [pytest.approx(step.losses, abs=1e-5) for step in eager]
     assert compiled[0].grads.keys() == eager[0].grads.keys()

@@ -339,6 +339,7 @@ def test_everything_stays_compiled(run, small, arguments, tmp_path, ranks):
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [None, 1])
 def test_a_run_on_a_gpu_evaluates_and_continues(run, arguments, tmp_path, ranks, measured):
+    pytest.importorskip("datasets")  # reads HellaSwag
     paths = ["--checkpoint-dir", tmp_path / "ck", "--resume"]
     done = run(TRAIN, *arguments, *paths, "--model", "nano", "--steps", 6, torchrun=ranks)
     assert done.returncode == 0, done.stderr
