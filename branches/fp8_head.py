@@ -1,12 +1,12 @@
-"""The output head in float8 (speed): its three matrix products read 8-bit operands.
+"""The output head in float8 (speed): its three matmuls read 8-bit operands.
 
-The head is the model's largest matrix product. Tensor cores compute it twice as fast in float8 as in bf16. Float8 has
+The head has the model's largest matmuls. Tensor cores compute them up to twice as fast in float8 as in bf16. Float8 has
 a narrow range, so each operand is divided by a scale first, and the product is multiplied by both scales. e4m3, with 3
 bits of mantissa, stores the activations and the weights. e5m2, with 2 bits but a wider range, stores the gradients. No
 logit's gradient exceeds 1 / (B T), because the loss is a mean over B T tokens, so their scale needs no measurement.
 
-When it does not help: outside the head of a small model, where converting the operands takes as long as is saved. It
-needs a GPU with compute capability 8.9 or later. A CPU only emulates float8, slowly.
+When it does not help: in smaller matmuls, where converting the operands can take longer than the faster matmul saves.
+It needs a GPU with compute capability 8.9 or later. Elsewhere, the script uses the head of rung 10.
 
     make diff-fp8    shows what this file changes
 """
@@ -80,29 +80,31 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+def to_float8(x, largest, dtype):
+    """Return x / scale in `dtype` and the scale, which maps the magnitude `largest` to the maximum of `dtype`."""
+    scale = largest / torch.finfo(dtype).max
+    return (x / scale).to(dtype), scale
+
+
 class Float8Linear(torch.autograd.Function):
-    """x @ weight.T, with float8 operands and a bf16 result (Micikevicius et al. 2022). (N, C), (V, C) -> (N, V)."""
+    """x @ weight.T in bf16, from float8 operands (Micikevicius et al. 2022). (B * T, C), (V, C) -> (B * T, V)."""
 
     @staticmethod
     def forward(ctx, x, weight):
-        (x8, x_scale), (w8, w_scale) = (to_float8(t, t.abs().max().float(), torch.float8_e4m3fn) for t in (x, weight))
+        x8, x_scale = to_float8(x, x.abs().max().float(), torch.float8_e4m3fn)
+        w8, w_scale = to_float8(weight, weight.abs().max().float(), torch.float8_e4m3fn)
         ctx.save_for_backward(x8, w8, x_scale, w_scale)
         return torch._scaled_mm(x8, w8.t(), x_scale, w_scale, out_dtype=torch.bfloat16)
 
     @staticmethod
     def backward(ctx, grad):
         x8, w8, x_scale, w_scale = ctx.saved_tensors
-        largest = torch.tensor(1 / len(grad), device=grad.device)  # the loss is a mean over len(grad) tokens
-        g8, g_scale = to_float8(grad, largest, torch.float8_e5m2)
+        bound = torch.tensor(1 / len(grad), device=grad.device)  # 1 / (B * T), because the loss is a mean
+        g8, g_scale = to_float8(grad, bound, torch.float8_e5m2)
         x8, w8 = x8.t().contiguous().t(), w8.t().contiguous().t()  # the second operand has to be stored by columns
         grad_x = torch._scaled_mm(g8, w8, g_scale, w_scale, out_dtype=torch.bfloat16)
-        return grad_x, torch._scaled_mm(g8.t().contiguous(), x8, g_scale, x_scale, out_dtype=torch.bfloat16)
-
-
-def to_float8(x, largest, dtype):
-    """Return x / scale in `dtype`, and the scale. It maps `largest`, a magnitude, to the largest number of `dtype`."""
-    scale = largest / torch.finfo(dtype).max
-    return (x / scale).to(dtype), scale
+        grad_weight = torch._scaled_mm(g8.t().contiguous(), x8, g_scale, x_scale, out_dtype=torch.bfloat16)
+        return grad_x, grad_weight
 
 
 class GPT(nn.Module):
@@ -118,7 +120,7 @@ class GPT(nn.Module):
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
-        self.use_fp8 = False
+        self.use_fp8 = False  # main() sets it
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
@@ -137,10 +139,8 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
-        if self.use_fp8 and targets is not None:
-            logits = Float8Linear.apply(x.view(-1, x.size(-1)), self.lm_head.weight)  # (B * T, vocab_size)
-        else:
-            logits = self.lm_head(x)  # (B, T, vocab_size)
+        fp8 = self.use_fp8 and targets is not None  # without targets, the logits stay exact
+        logits = Float8Linear.apply(x.view(-1, x.size(-1)), self.lm_head.weight) if fp8 else self.lm_head(x)
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self):
@@ -259,9 +259,9 @@ def main():
     use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
     if not use_bf16:
         print("no bf16 here: this script uses it on NVIDIA GPUs with compute capability 8.0 or later and AVX-512 CPUs")
-    use_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    use_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9) and B * T % 16 == 0
     if not use_fp8:
-        print("no float8 here: this script uses it on NVIDIA GPUs with compute capability 8.9 or later")
+        print("no float8 here: it needs an NVIDIA GPU with compute capability 8.9 or later, and B T a multiple of 16")
 
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])

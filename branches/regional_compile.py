@@ -1,7 +1,7 @@
 """Regional compilation (speed): compile one block instead of the whole model, so that training starts sooner.
 
-model.compile() traces all layers into one graph, and the compiler generates code for each layer, although all blocks
-are alike. With block.compile(), PyTorch compiles the first block and runs its code for the other blocks, which differ
+model.compile() traces all layers into one graph, and the compiler processes each layer, although all blocks are
+alike. With block.compile(), PyTorch compiles the first block and runs its code for the other blocks, which differ
 only in their weights. The time to compile then hardly depends on the number of layers. Everything outside the blocks
 stays eager: the embeddings, the last LayerNorm, the output head and the loss.
 
@@ -238,7 +238,7 @@ def main():
     model.to(device)
     for block in model.transformer.h:
         block.compile(mode=args.compile_mode)  # compiled once, in step 0: all blocks share the code
-    print("compiling: the first step takes about 20 seconds", flush=True)
+    print("compiling: the first step takes up to half a minute", flush=True)
     optimizer = model.configure_optimizers()
     times = []  # seconds per step
     try:

@@ -356,14 +356,19 @@ class Site:
         return max(times, key=lambda time: time[0], default=(None, None))[1]
 
     def measured(self, rung, **predicted):
-        """Return a script's predictions (speed, memory and loss) next to the measurements, with plots."""
-        found = []
-        for name in self.results:
-            row, before = row_of(self.results[name], rung.file), row_of(self.results[name], rung.before)
+        """Return a script's predictions (speed, memory and loss) next to the measurements, with plots.
+
+        A measurement made with --only appears if the script has no other measurement for the device and the model.
+        """
+        found = {}
+        for name, data in self.results.items():
+            row, before = row_of(data, rung.file), row_of(data, rung.before)
             before = before if before and before["median_ms"] else None
-            plots = self.plots(name, [one for one in (before, row) if one]) if row and row["median_ms"] else []
-            found.append((name, row, before, plots))
-        found = [one for one in found if one[1] and (one[1]["median_ms"] or one[1]["error"])] or found[:1]
+            here = data["machine"]["name"], data["settings"]["model"]
+            if row and (row["median_ms"] or row["error"]) and here not in found:
+                plots = self.plots(name, [one for one in (before, row) if one]) if row["median_ms"] else []
+                found[here] = name, row, before, plots
+        found = list(found.values()) or [(next(iter(self.results)), None, None, [])]
         predictions = [p for p in read_toml("results/predictions.toml")["prediction"] if rung.file in p["ms"]]
         for prediction in predictions:
             prediction["found"] = self.measured_ms(rung.file, prediction)

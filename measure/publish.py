@@ -259,7 +259,7 @@ def profiles(measured):
                 ten, ddp, peer = (group[kind] for group in groups)
                 line = {"ms per step": kind, "rung 10": f"{ten:.1f}", "`ddp_run.py`": f"{ddp:.1f}"}
                 more = f"{peer - ten:+.1f}".replace("-", "−")
-                lines.append(line | {"`transformers`": f"{peer:.1f}", "more than rung 10": more})
+                lines.append(line | {"`transformers`": f"{peer:.1f}", "difference from rung 10": more})
             s = data["settings"]
             about = f"{render.label(data)}, B {s['batch_size']}, T {s['seq_len']}, torch {data['machine']['torch']}"
             return f"{about}, `results/{name}/`:\n\n{table(lines)}"

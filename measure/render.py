@@ -58,10 +58,9 @@ def times(ratio):
 
 
 def label(data):
-    """Return the device and the model of a measurement, such as "CPU: AMD EPYC, nano", and whether it is partial."""
+    """Return the device and the model of a measurement, such as "CPU: AMD EPYC, nano"."""
     device = data["machine"]
-    some = ", some scripts" if data["settings"]["only"] else ""
-    return f"{'CPU: ' if device['device'] == 'cpu' else ''}{device['name']}, {data['settings']['model']}{some}"
+    return f"{'CPU: ' if device['device'] == 'cpu' else ''}{device['name']}, {data['settings']['model']}"
 
 
 def step(row):

@@ -1,8 +1,8 @@
 """Compare how two scripts start and how fast they then run:  python measure/startup.py --model nano --steps 30
 
 The scripts run in turns (A B, B A, A B ...), each time with an empty cache for compiled code, so the first step
-includes the whole compilation. The table shows medians over the runs, with the range. It also shows from which step on
-the script with the longer first step is ahead in total time. --out saves the runs as JSON.
+includes the whole compilation. The table shows medians over the runs, with the range. It also shows the step from
+which the slower starter has the shorter total time. --out saves the runs as JSON.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from ladder import read_ladder, title
 REGIONAL = "branches/regional_compile.py"
 
 
-def middle(values, form):
+def median_and_range(values, spec):
     """Return the median of the values and their range, such as 20.1 (19.8–23.0)."""
-    low, median, high = (format(value, form) for value in np.percentile(values, [0, 50, 100]))
+    low, median, high = (format(value, spec) for value in np.percentile(values, [0, 50, 100]))
     return f"{median} ({low}–{high})" if low != high else median
 
 
 def ahead(first, second):
-    """Return the number of steps after which two runs have taken the same time in all, or None if they never have.
+    """Return the number of steps at which two runs have taken the same total time, or None if there is none.
 
     A run is a dict with "first_s", the seconds of its first step, and "ms", the milliseconds of a later step.
     """
@@ -42,17 +42,17 @@ def cells(data):
     runs = [[run for run in data["runs"] if run["script"] == script] for script in data["settings"]["scripts"]]
     table = [
         {
-            "script": title(mine[0]["script"]),
-            "first step, s": middle([run["first_s"] for run in mine], ".1f"),
-            "ms per later step": middle([run["ms"] for run in mine], ",.0f"),
-            "ahead": "",
+            "script": title(runs_of_script[0]["script"]),
+            "first step, s": median_and_range([run["first_s"] for run in runs_of_script], ".1f"),
+            "ms per later step": median_and_range([run["ms"] for run in runs_of_script], ",.0f"),
+            "shorter total time": "",
         }
-        for mine in runs
+        for runs_of_script in runs
     ]
-    equal = [ahead(*pair) for pair in zip(*runs, strict=True)]
+    steps = [ahead(*pair) for pair in zip(*runs, strict=True)]
     slow = max((0, 1), key=lambda place: np.median([run["first_s"] for run in runs[place]]))
-    table[1 - slow]["ahead"] = "at first"
-    table[slow]["ahead"] = f"from step {middle(equal, ',.0f')}" if None not in equal else "not in every pair of runs"
+    since = "not reached in every pair of runs" if None in steps else f"from step {median_and_range(steps, ',.0f')}"
+    table[slow]["shorter total time"], table[1 - slow]["shorter total time"] = since, "at first"
     return table
 
 
@@ -82,7 +82,10 @@ def measure(settings):
                 raise RuntimeError(f"{script}: {run['error']}")
             first, ms = record.rounded(run["times_ms"][0] / 1000), record.rounded(record.median_ms(run))
             found.append({"script": script, "first_s": first, "ms": ms})
-            print(f"{number + 1}/{settings['repeat']}  {script}: {first:.1f} s, then {ms:,.0f} ms", flush=True)
+            print(
+                f"{number + 1}/{settings['repeat']}  {script}: first step {first:.1f} s, later steps {ms:,.0f} ms",
+                flush=True,
+            )
     return found
 
 

@@ -62,6 +62,7 @@ NOT_RUN = {
         "make docs",
         "make ladder",
         "make ladder ARGS=--branches",
+        "make ladder ARGS=--profile",
         'make ladder ARGS="--repeat 3"',
         'make ladder ARGS="--repeat 3 --peers --profile"',
         "python docs/build_site.py",

@@ -1027,7 +1027,7 @@ def test_make_ladder_measures_every_row(clone):
     flags = "--model nano --device cpu --batch-size 1 --seq-len 16 --steps 2 --peers --branches --profile"
     command = ["make", "ladder", f"ARGS={flags}"]
     printed, _ = press_ctrl_c_at("pass 1/1  baseline.py: ", command, clone)
-    assert re.search(r"^pass 1: \d of 13 rows: baseline.py", printed, re.MULTILINE)
+    assert re.search(r"^pass 1: \d of 15 rows: baseline.py", printed, re.MULTILINE)
     assert "\nnot finished: run the same command again\n" in printed
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout

@@ -36,9 +36,9 @@ def test_the_slower_starter_is_ahead_from_the_step_at_which_the_total_times_are_
 def test_the_table_shows_medians_ranges_and_who_is_ahead_when():
     one, two = table([(60, 100), (58, 100), (64, 100)], [(20, 300), (18, 300), (20, 300)])
     assert one["first step, s"] == "60.0 (58.0–64.0)" and one["ms per later step"] == "100"
-    assert (one["ahead"], two["ahead"]) == ("from step 201 (201–221)", "at first")
+    assert (one["shorter total time"], two["shorter total time"]) == ("from step 201 (201–221)", "at first")
     one, two = table([(60, 100), (58, 310)], [(20, 300), (18, 300)])  # noise: in one pair, the steps do not differ
-    assert (one["ahead"], two["ahead"]) == ("not in every pair of runs", "at first")
+    assert (one["shorter total time"], two["shorter total time"]) == ("not reached in every pair of runs", "at first")
 
 
 def test_two_scripts_run_in_turns_and_the_runs_are_saved(tmp_path):
