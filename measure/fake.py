@@ -42,11 +42,9 @@ def compiler(inner, fullgraph=True):
 def run(script, flags, mode, compile, cuda=True, to=lambda module, device: module):
     """Run `script` on fake tensors with the options in `flags`, a dict, and with the dispatch mode `mode` active.
 
-    `script` may contain further arguments, separated by spaces.
-
-    `compile` and `to` replace the methods torch.nn.Module.compile and torch.nn.Module.to. The script runs on the CPU
-    but follows PyTorch's rules for CUDA, or its rules for the CPU if `cuda` is False. Raises SystemExit if the script
-    rejects an option.
+    `script` may contain arguments, separated by spaces. `compile` and `to` replace the methods torch.nn.Module.compile
+    and torch.nn.Module.to. The script runs on the CPU but follows PyTorch's rules for CUDA, or its rules for the CPU if
+    `cuda` is False. Raises SystemExit if the script rejects an option.
     """
     softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
 

@@ -24,6 +24,7 @@ OPENS = r"<!-- (\w+), written by `make figures` -->\n"
 BLOCK = re.compile(rf"({OPENS}).*?(<!-- end of \2 -->)", re.DOTALL)
 IMAGES = Path("docs", "pages", "img")
 LEARNED = "quality", "muon"  # measurements that quality.py made
+PROFILED = "cpu-amd-epyc-2026-11-23"  # the measurement that docs/pages/transformers.md explains
 STARTED = "startup-nano", "startup-gpt2"  # measurements that startup.py made
 FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"  # the cards that the README lists
 
@@ -245,25 +246,22 @@ def fit():
     return list(table.values())
 
 
-def profiles(measured):
-    """Return the profiles of rung 10 and compiled transformers in the first measurement that has both, as Markdown.
+def profiles():
+    """Return the profiles of rung 10 and compiled transformers in PROFILED as Markdown.
 
     The profile of ddp_run.py, which does the same work as rung 10 on one device, shows the noise.
     """
-    for name, data in measured.items():
-        rows = [row_of(data, script) for script in (TEN, "ddp_run.py", "transformers, bf16, compiled")]
-        if all(row and row["profile"] and row["profile"]["groups_ms"] for row in rows):
-            groups = [row["profile"]["groups_ms"] | {"a step, not profiled": row["median_ms"]} for row in rows]
-            lines = []
-            for kind in groups[0]:
-                ten, ddp, peer = (group[kind] for group in groups)
-                line = {"ms per step": kind, "rung 10": f"{ten:.1f}", "`ddp_run.py`": f"{ddp:.1f}"}
-                more = f"{peer - ten:+.1f}".replace("-", "−")
-                lines.append(line | {"`transformers`": f"{peer:.1f}", "difference from rung 10": more})
-            s = data["settings"]
-            about = f"{render.label(data)}, B {s['batch_size']}, T {s['seq_len']}, torch {data['machine']['torch']}"
-            return f"{about}, `results/{name}/`:\n\n{table(lines)}"
-    return "Not measured yet."
+    data, lines = read(ROOT / "results" / PROFILED / "ladder.json"), []
+    rows = [row_of(data, script) for script in (TEN, "ddp_run.py", "transformers, bf16, compiled")]
+    groups = [row["profile"]["groups_ms"] | {"a step, not profiled": row["median_ms"]} for row in rows]
+    for kind in groups[0]:
+        ten, ddp, peer = (group[kind] for group in groups)
+        line = {"ms per step": kind, "rung 10": f"{ten:.1f}", "`ddp_run.py`": f"{ddp:.1f}"}
+        more = f"{peer - ten:+.1f}".replace("-", "−")
+        lines.append(line | {"`transformers`": f"{peer:.1f}", "difference from rung 10": more})
+    s = data["settings"]
+    about = f"{render.label(data)}, B {s['batch_size']}, T {s['seq_len']}, torch {data['machine']['torch']}"
+    return f"{about}, `results/{PROFILED}/`:\n\n{table(lines)}"
 
 
 def peer_counted():
@@ -332,7 +330,7 @@ def parts(measured, partial=()):
         "fit_measured": table(fit_measured()),
         "fit_gpu": render.part("fit_gpu.md", table=table, found=list(fit_gpu(measured))),
         "losses": f"```console\n{(ROOT / 'results' / 'losses.txt').read_text(encoding='utf-8').strip()}\n```",
-        "profiles": profiles(measured),
+        "profiles": profiles(),
         "peer_counted": peer_counted(),
         "startup": "\n\n".join(described(saved(name), startup) for name in STARTED),
         "results": render.part("results.md", results=measured | dict(partial), drawn=figures, ALT=render.ALT),

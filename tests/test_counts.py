@@ -305,3 +305,26 @@ def test_the_committed_counts_match_the_scripts(number):
         pytest.skip(f"counted with torch {data['torch']}")
     committed = floor.read_counts()[("gpt2", 4, 1024)][RUNGS[number].file]
     assert Counter(counts.step(RUNGS[number], "gpt2", 4, 1024)) == committed
+
+
+@pytest.mark.slow
+def test_compiled_transformers_computes_every_score_and_otherwise_does_the_work_of_rung_10(step):
+    """The page on transformers explains the difference: the library passes a mask instead of is_causal."""
+    groups = [
+        {kind: floor.totals(Counter(kernels), kind) for kind in ("matmul", "attention", "softmax and loss")}
+        for kernels in (step("10"), counts.step(counts.PEER, "nano", B, T))
+    ]
+    ours, theirs = groups
+    config = counts.MODELS["nano"]
+    layers, width = config.n_layer, config.n_embd
+    assert ours["attention"][0] == layers * 7 * 2 * B * width * T * (T + 1) // 2
+    assert theirs["attention"][0] == layers * 7 * 2 * B * width * T * T
+    assert theirs["matmul"][0] == pytest.approx(ours["matmul"][0], rel=0.002)  # the vocabulary is not padded
+    assert theirs["softmax and loss"][1] == pytest.approx(ours["softmax and loss"][1], rel=0.002)
+
+
+def test_the_committed_counts_of_rung_10_beside_transformers_are_those_of_the_ladder():
+    ((about, steps),) = floor.read_counts(ROOT / "results" / "counts-peer.json").items()
+    ten, peer = steps
+    assert (ten, peer) == ("speedup_10_fused_adamw.py", counts.PEER.file)
+    assert steps[ten] == floor.read_counts()[about][ten]

@@ -1,6 +1,6 @@
 """The first steps of two scripts are compared with empty caches and in turns.
 
-The step from which on the slower starter is ahead is checked on runs with known answers.
+The step at which the slower starter catches up is checked on runs with known answers.
 """
 
 import json
