@@ -238,7 +238,7 @@ def main():
     model.to(device)
     for block in model.transformer.h:
         block.compile(mode=args.compile_mode)  # compiled once, in step 0: all blocks share the code
-    print("compiling: the first step takes up to half a minute", flush=True)
+    print("compiling: the first step takes about half a minute", flush=True)
     optimizer = model.configure_optimizers()
     times = []  # seconds per step
     try:

@@ -101,7 +101,7 @@ def main():
     parser.add_argument("--device", help="default: the accelerator that PyTorch finds, or cpu")
     parser.add_argument("--out", type=Path, help="also write the runs to this file as JSON")
     args = parser.parse_args()
-    if len({*args.scripts}) != 2 or not {*args.scripts} <= {*known}:
+    if len(args.scripts) != 2 or len({*args.scripts} & {*known}) != 2:
         parser.error(f"expected two of {', '.join(known)}")
     if args.steps < 2 or args.repeat < 1:
         parser.error("need at least 2 for --steps and 1 for --repeat")

@@ -118,7 +118,7 @@ def test_the_printed_lines_follow_the_contract(printed, script):
         assert lines.pop(0) == "1024 tokens per step = 2 micro-steps * B 4 * T 128 * 1 ranks"
         tokens = 1024
     if script in since(5):
-        takes = "up to half a minute" if script == REGIONAL else "about a minute"
+        takes = "about half a minute" if script == REGIONAL else "about a minute"
         assert lines.pop(0) == f"compiling: the first step takes {takes}"
 
     times = []

@@ -72,6 +72,8 @@ def test_every_run_starts_with_an_empty_cache(monkeypatch):
     [
         (["baseline.py"], "expected two of baseline.py, "),
         (["baseline.py", "mine.py"], "expected two of baseline.py, "),
+        (["baseline.py", "baseline.py"], "expected two of baseline.py, "),
+        ([*SCRIPTS, "baseline.py"], "expected two of baseline.py, "),
         ([*SCRIPTS, "--steps", "1"], "need at least 2 for --steps"),
         ([*SCRIPTS, "--out", "."], "--out .: cannot write a file there"),
         ([*SCRIPTS, "--model", "gpt9", "--steps", "2"], "invalid choice: 'gpt9'"),
