@@ -8,6 +8,7 @@ help:
 	@echo 'make run         train with rung 10; ARGS="--steps 200" passes options to the script, as in every target with ARGS'
 	@echo 'make diff-03     show what rung 03 changes; also diff-ddp, diff-long, diff-train, and side rungs, such as diff-muon'
 	@echo 'make docs        build the site, with a page for every diff, in docs/site/'
+	@echo 'make notebook    write the notebooks from their templates, ladder.toml and the pages of the rungs'
 	@echo 'make ladder      measure the scripts on this machine; ARGS="--profile --budget 30"'
 	@echo 'make quality     measure the held-out loss of each rung on nano over five seeds; takes about an hour on a CPU'
 	@echo 'make counts      count the FLOPs, bytes and kernels of each rung, without a GPU; ARGS="--card 4090 --batch-size 16"'
@@ -23,6 +24,9 @@ run: .venv/run
 
 diff-%:
 	@$(PYTHON) dev/diff.py $*
+
+notebook: .venv/dev
+	.venv/bin/python notebooks/build_notebooks.py
 
 docs: .venv/dev
 	.venv/bin/python docs/build_site.py
@@ -73,4 +77,4 @@ chromium:
 		apt-get update && apt-get install -y --no-install-recommends chromium; \
 	fi
 
-.PHONY: chromium compare counts docs figures help ladder lint plot propagate quality run test test-all
+.PHONY: chromium compare counts docs figures help ladder lint notebook plot propagate quality run test test-all

@@ -77,8 +77,8 @@ def read_ladder():
 
 
 def short(script):
-    """Return 02 for speedup_02_tf32.py, ddp for ddp_run.py, and fsdp for branches/fsdp_run.py."""
-    return Path(script).stem.removeprefix("speedup_").split("_")[0]
+    """Return 02 for speedup_02_tf32.py, ddp for ddp_run.py, and fp16-10 for branches/fp16_rung_10.py."""
+    return Path(script).stem.removeprefix("speedup_").replace("_rung_", "-").split("_")[0]
 
 
 @cache

@@ -96,7 +96,7 @@ def with_figures(markdown):
 # The first alternatives match text that must not be linked: code blocks, headings, summaries and existing links.
 NAMED = re.compile(
     r"^ *```.*?^ *```|^#.*?$|<summary>.*?</summary>|\[[^]\n]*\]\([^)]*\)"
-    r"|`(?P<file>(?:\w+/)*[\w-]+\.(?:py|sbatch|toml))`",
+    r"|`(?P<file>(?:\w+/)*[\w-]+\.(?:py|ipynb|sbatch|toml))`",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -172,7 +172,7 @@ class Site:
 
     def readme(self):
         """Return the README as the front page. Links to files other than pages and scripts become plain text."""
-        text = re.sub(r"\]\((\w[\w/]*\.py)\)", r"](files/\1)", source("README.md"))
+        text = re.sub(r"\]\((\w[\w/]*\.(?:py|ipynb))\)", r"](files/\1)", source("README.md"))
         text = re.sub(r"\[([^]]+)\]\((?!https?:|docs/pages/|files/)[^)]+\)", r"\1", text)
         return text.replace("](docs/pages/", "](").replace('"docs/pages/', '"')
 
@@ -322,7 +322,7 @@ class Site:
             text = re.sub(r"<!-- github -->\n.*?<!-- end of github -->\n", "", text, flags=re.DOTALL)  # only for GitHub
             text = with_figures(with_files(text, name))
             path.write_text(text, encoding="utf-8")
-            for file in re.findall(r"\bfiles/([\w./-]+\.(?:py|sbatch|toml))\b", text):
+            for file in re.findall(r"\bfiles/([\w./-]+\.(?:py|ipynb|sbatch|toml))\b", text):
                 (pages / "files" / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / file, pages / "files" / file)
         (pages / "compare").mkdir()

@@ -37,7 +37,8 @@ SCRIPTS = [script for script in RUNGS if script != TRAIN]  # train.py is tested 
 BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # on other CPUs, the scripts use float32
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "eval_sec": 0.0}
-FP16 = "branches/fp16_grad_scaler.py"
+FP16, FP16_10 = "branches/fp16_grad_scaler.py", "branches/fp16_rung_10.py"
+FP16S = FP16, FP16_10
 CHUNKED, CHECKPOINTING = "branches/chunked_loss.py", "branches/activation_checkpointing.py"
 MUON, REGIONAL, FP8 = "branches/muon.py", "branches/regional_compile.py", "branches/fp8_head.py"
 NANO = '"nano": GPTConfig(n_layer=4, n_head=4, n_embd=128)'

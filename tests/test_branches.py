@@ -13,15 +13,15 @@ import re
 import attention as bench
 import pytest
 import torch
-from conftest import FP8, FP16, MUON, REGIONAL, SCRIPTS, STEP, load, made_up_gpu, play
+from conftest import FP8, FP16_10, FP16S, MUON, REGIONAL, SCRIPTS, STEP, load, made_up_gpu, nano, play
 
 
-def train(monkeypatch, steps, blow_up=()):
-    """Run fp16_grad_scaler.py and return (the printed steps, the weights after each AdamW step and at the end).
+def train(script, monkeypatch, steps, blow_up=()):
+    """Run an fp16 script and return (the printed steps, the weights after each AdamW step and at the end).
 
     In the steps listed in `blow_up`, the loss is multiplied by 1e5, which makes the gradient overflow.
     """
-    module, left, calls = load(FP16), [], []
+    module, left, calls = load(script), [], []
     forward, step = module.GPT.forward, torch.optim.AdamW.step
 
     def forward_and_blow_up(model, *inputs):
@@ -36,22 +36,27 @@ def train(monkeypatch, steps, blow_up=()):
 
     monkeypatch.setattr(module.GPT, "forward", forward_and_blow_up)
     monkeypatch.setattr(torch.optim.AdamW, "step", step_and_look)
-    printed = play(FP16, "--steps", steps, "--batch-size", 1, "--seq-len", 16)
+    printed = play(script, "--steps", steps, "--batch-size", 1, "--seq-len", 16)
     left.append([p.detach().clone() for p in calls[0].parameters()])
     return [match.groupdict() for match in STEP.finditer(printed)], left
 
 
-def test_a_step_whose_gradient_overflows_is_skipped_and_said(monkeypatch):
-    lines, left = train(monkeypatch, 4, blow_up=(1, 3))
+@pytest.mark.parametrize("script", FP16S)
+def test_a_step_whose_gradient_overflows_is_skipped_and_said(script, monkeypatch):
+    lines, left = train(script, monkeypatch, 4, blow_up=(1, 3))
     assert [bool(line["skipped"]) for line in lines] == [False, True, False, True]
     assert [line["scale"] for line in lines] == ["65536", "32768", "32768", "16384"]
     assert not math.isfinite(float(lines[1]["norm"])) and math.isfinite(float(lines[2]["norm"]))
+    if script == FP16_10:  # its fused AdamW is called in each step and skips the update itself
+        assert all(torch.equal(a, b) for n in (1, 3) for a, b in zip(left[n - 1], left[n], strict=True))
+        left = left[1:3] + left[4:]
     assert len(left) == 2 + 1  # AdamW took steps 0 and 2; the third entry was added at the end of the run
     assert any(not torch.equal(a, b) for a, b in zip(left[0], left[1], strict=True))
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(left[1], left[2], strict=True))
 
 
-def test_a_growing_scale_is_not_a_skipped_step(monkeypatch):
+@pytest.mark.parametrize("script", FP16S)
+def test_a_growing_scale_is_not_a_skipped_step(script, monkeypatch):
     """A growing scale is not reported as a skipped step.
 
     In this test, the scale doubles after every 2 steps without an overflow. By default, GradScaler waits 2,000 steps.
@@ -59,20 +64,31 @@ def test_a_growing_scale_is_not_a_skipped_step(monkeypatch):
     monkeypatch.setattr(
         torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=1024.0, growth_interval=2)
     )
-    lines, _ = train(monkeypatch, 4)
+    lines, _ = train(script, monkeypatch, 4)
     assert [line["scale"] for line in lines] == ["1024", "2048", "2048", "4096"]
     assert not any(line["skipped"] for line in lines)
 
 
-def test_it_learns(monkeypatch):
+@pytest.mark.parametrize("script", FP16S)
+def test_it_learns(script, monkeypatch):
     """The loss falls within 30 steps. Without the call to scaler.step(optimizer), it would not.
 
     In a public notebook without this call, the loss stays at 10.93 for 50 steps (docs/pages/rungs/fp16_grad_scaler.md).
     """
-    lines, _ = train(monkeypatch, 30)
+    lines, _ = train(script, monkeypatch, 30)
     losses = [float(line["loss"]) for line in lines]
     assert not any(line["skipped"] for line in lines)
     assert sum(losses[-5:]) / 5 < losses[0] - 0.1
+
+
+def test_fp16_saves_its_float32_weights_and_fails_before_training_if_it_cannot(tmp_path):
+    words = FP16_10, "--steps", 1, "--batch-size", 1, "--seq-len", 16
+    assert f"saved the weights to {tmp_path / 'w.pt'}" in play(*words, "--save", tmp_path / "w.pt")
+    saved = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert saved.keys() == nano(FP16_10).state_dict().keys()
+    assert {weight.dtype for weight in saved.values()} == {torch.float32}
+    with pytest.raises(load(FP16_10).UserError, match="cannot be written"):
+        play(*words, "--save", tmp_path / "missing" / "w.pt")
 
 
 SHAPE = 2, 3, 33, 8

@@ -178,8 +178,8 @@ UNITS |= {"GFLOP": 1e9, "TFLOP": 1e12, "TFLOP/s": 1e12}
 
 
 def equations():
-    """Yield (page, line) for every line of arithmetic in the rung pages."""
-    for path in sorted((ROOT / "docs" / "pages" / "rungs").glob("*.md")):
+    """Yield (page, line) for every line of arithmetic in the rung pages and in the README of the notebooks."""
+    for path in (*sorted((ROOT / "docs" / "pages" / "rungs").glob("*.md")), ROOT / "notebooks" / "README.md"):
         for block in re.findall(r"^```text\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
             yield from ((path.stem, line) for line in block.splitlines())
 

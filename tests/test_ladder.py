@@ -321,6 +321,7 @@ def test_a_script_is_short_and_runs_alone(script):
         ("ddp", "DistributedDataParallel"),
         ("fsdp", "fully_shard"),
         ("fp16", "GradScaler"),
+        ("fp16-10", "GradScaler"),
         ("chunked", "loss_sum"),
         ("activation", "checkpoint(block"),
         ("long", "told_to_stop"),

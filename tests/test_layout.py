@@ -24,7 +24,8 @@ MAY_READ = {
     "dev": {"dev", LADDER},
     "measure": {"measure", "dev", LADDER},
     "docs": {"docs", "measure", "dev"},
-    "tests": {"tests", "docs", "measure", "dev", "pretrain", "branches", LADDER},
+    "notebooks": {"notebooks", "docs", "dev"},
+    "tests": {"tests", "notebooks", "docs", "measure", "dev", "pretrain", "branches", LADDER},
 }
 # Paths that commands or tests create, and placeholders for such paths.
 MADE = r"docs/site\b|docs/pages/rungs/speedup_11|pretrain/fineweb10B|measure/counted\.py|"

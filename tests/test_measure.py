@@ -401,7 +401,9 @@ def test_the_rows_are_the_twelve_scripts_and_what_is_asked_for():
         speedup_05_compile.py speedup_06_flash_attn.py speedup_07_vocab_pad.py speedup_08_adamw_clip.py
         speedup_09_cosine_lr.py speedup_10_fused_adamw.py ddp_run.py
     """.split()
-    names = "fsdp_run fp16_grad_scaler chunked_loss activation_checkpointing muon regional_compile fp8_head"
+    names = (
+        "fsdp_run fp16_grad_scaler chunked_loss activation_checkpointing muon regional_compile fp8_head fp16_rung_10"
+    )
     branches = [f"branches/{name}.py" for name in names.split()]
     peers = ["ddp_run.py under torchrun", "transformers, plain loop", "transformers, bf16, compiled"]
     peers.append("transformers.Trainer")
@@ -1027,7 +1029,7 @@ def test_make_ladder_measures_every_row(clone):
     flags = "--model nano --device cpu --batch-size 1 --seq-len 16 --steps 2 --peers --branches --profile"
     command = ["make", "ladder", f"ARGS={flags}"]
     printed, _ = press_ctrl_c_at("pass 1/1  baseline.py: ", command, clone)
-    assert re.search(r"^pass 1: \d of 15 rows: baseline.py", printed, re.MULTILINE)
+    assert re.search(r"^pass 1: \d of 16 rows: baseline.py", printed, re.MULTILINE)
     assert "\nnot finished: run the same command again\n" in printed
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout

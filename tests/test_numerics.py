@@ -16,6 +16,7 @@ from conftest import (
     CHECKPOINTING,
     CHUNKED,
     FP16,
+    FP16_10,
     MUON,
     REGIONAL,
     ROOT,
@@ -142,9 +143,10 @@ def test_the_error_matches_the_precision(script, steps, exact):
 
 
 @pytest.mark.parametrize("script", since(7))
-def test_later_rungs_compute_in_bf16_too(script, steps):
+def test_later_rungs_compute_in_their_precision_too(script, steps):
     (step,) = steps(script, number=1)
-    assert {logits.dtype for logits in step.logits} == {torch.bfloat16}
+    dtype = torch.float16 if script == FP16_10 else torch.bfloat16
+    assert {logits.dtype for logits in step.logits} == {dtype}
     assert {grad.dtype for grad in step.grads.values()} == {torch.float32}
 
 

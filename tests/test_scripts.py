@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BF16_CPU, EAGER, FP8, FP16, LONG, REGIONAL, ROOT, SCRIPTS, STEP, SUMMARY, clips, play, since
+from conftest import BF16_CPU, EAGER, FP8, FP16S, LONG, REGIONAL, ROOT, SCRIPTS, STEP, SUMMARY, clips, play, since
 
 PARAMETERS = {"baseline.py": 13_790_208} | dict.fromkeys(since(1, 7), 7_357_312) | dict.fromkeys(since(7), 7_363_328)
 
@@ -27,8 +27,8 @@ ALONE = ["baseline.py", *COMPILED]
 
 def sizes(script):
     """Return flags that shorten a run: fewer micro-steps, or a smaller batch in fp16, which is slow on a CPU."""
-    if script == FP16:
-        return ["--batch-size", 1, "--seq-len", 32]
+    if script in FP16S:
+        return ["--batch-size", 1, "--seq-len", 64]
     return ["--total-batch-size", 1024] * (script in since("ddp_run.py"))
 
 
@@ -100,11 +100,11 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(printed, script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_printed_lines_follow_the_contract(printed, script):
     lines = printed(script).splitlines()
-    B, T = (1, 32) if script == FP16 else (4, 128)  # 4 and 128 are nano's defaults
+    B, T = (1, 64) if script in FP16S else (4, 128)  # 4 and 128 are nano's defaults
     tokens = B * T
     if script in since(2):
         assert lines.pop(0).startswith("no TF32 here")
-    if script in set(since(3)) - {FP16} and not BF16_CPU:
+    if script in set(since(3)) - {*FP16S} and not BF16_CPU:
         assert lines.pop(0).startswith("no bf16 here")
     if script == FP8:
         assert lines.pop(0).startswith("no float8 here")
@@ -129,7 +129,7 @@ def test_the_printed_lines_follow_the_contract(printed, script):
         assert (step["norm"] is not None) == (script in clips())
         assert (step["lr"] is not None) == (script in since(9))
         assert (step["left"] is not None) == (script in since(LONG) and int(step["step"]) > 0)
-        assert step["scale"] == ("65536" if script == FP16 else None) and not step["skipped"]
+        assert step["scale"] == ("65536" if script in FP16S else None) and not step["skipped"]
         ms, rate = float(step["ms"]), float(step["rate"].replace(",", ""))
         assert rate == pytest.approx(tokens / (ms / 1000), rel=1e-3, abs=1)  # tokens per second, not per step
         times.append(ms)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    FP16,
+    FP16S,
     LONG,
     MUON,
     REGIONAL,
@@ -149,13 +149,13 @@ def precision_of(script):
 def test_a_gpu_computes_in_the_fastest_type_that_it_has(script):
     """GPUs of compute capability 8.0 or higher use TF32 from rung 02 on and bf16 from rung 03 on.
 
-    fp16_grad_scaler.py uses fp16 instead of bf16. No script uses the slow deterministic kernels on a GPU.
+    The two fp16 scripts use fp16 instead of bf16. No script uses the slow deterministic kernels on a GPU.
     """
     for capability in V100, T4, A100, H100:
         ampere = capability >= A100
         tf32 = script in since(2, among=list(RUNGS)) and ampere
         dtype = torch.bfloat16 if ampere and script in since(3, among=list(RUNGS)) else torch.float32
-        dtype = torch.float16 if script == FP16 else dtype
+        dtype = torch.float16 if script in FP16S else dtype
         with made_up_gpu(None, capability):
             assert precision_of(script) == (tf32, dtype, False), capability
     train(script, 1, batch=1, length=8)
@@ -170,7 +170,7 @@ def test_what_a_gpu_does_not_have_is_said_in_a_line_and_left_out(script):
         with made_up_gpu(None, capability):
             printed = play(script, *words, device="cuda")
         assert printed.count("no TF32 here: this script uses it on NVIDIA GPUs") == count
-        bf16 = script in since(3, among=list(RUNGS)) and script != FP16
+        bf16 = script in since(3, among=list(RUNGS)) and script not in FP16S
         assert printed.count("no bf16 here: this script uses it on NVIDIA GPUs") == count * bf16
 
 

@@ -1,0 +1,346 @@
+"""Rung 10 in fp16, with a gradient scaler (speed): all optimizations on GPUs without bf16, such as the T4 and the V100.
+
+On these GPUs, rungs 03 to 10 compute in float32. According to NVIDIA's data sheet, a T4's peak is eight times as high
+in fp16 as in float32 (65 and 8.1 TFLOP/s). The scaler multiplies the loss by 65536, because small gradients would
+become zero in fp16. unscale_() divides the gradients by this factor before clipping (rung 08). If a gradient is not
+finite, rung 10's fused AdamW skips the update. --save writes the final weights, as in ddp_run.py.
+
+When it does not help: on GPUs with bf16, fp16 is unnecessary. Their tensor cores are as fast in bf16 as in fp16, and
+bf16 needs no scaler.
+
+    make diff-fp16-10    shows what this file changes
+"""
+
+import argparse
+import math
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024  # maximum sequence length, in tokens
+    vocab_size: int = 50304  # 256 bytes, 50,000 merges, <|endoftext|>, and 47 unused ids to reach a multiple of 128
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768  # C in the shapes below; B is the batch size, T is the sequence length
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which no token attends to later tokens (Vaswani et al. 2017). (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # one matmul computes query, key and value
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, n_head, T, head_size) each
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, n_head, T, head_size)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
+
+
+class MLP(nn.Module):
+    """Two linear layers with GPT-2's tanh approximation of GELU between them. (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention, then an MLP. Each reads a normalized copy of the residual stream and adds its output to the stream."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """GPT-2 (Radford et al. 2019) without dropout, with the parameter names of the Hugging Face checkpoints."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict()
+        self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)  # token embeddings
+        self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)  # position embeddings
+        self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.transformer.ln_f = nn.LayerNorm(config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
+        self.apply(self._init_weights)
+        for name, p in self.named_parameters():
+            if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
+                p.data /= math.sqrt(2 * config.n_layer)
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, idx, targets=None):
+        """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
+        pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        for block in self.transformer.h:
+            x = block(x)
+        logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, vocab_size)
+        return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+    def configure_optimizers(self):
+        """Return fused AdamW, with weight decay only for matrices (2-D). The training loop sets the learning rate."""
+        decay = [p for p in self.parameters() if p.dim() >= 2]
+        no_decay = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+
+    @classmethod
+    def from_pretrained(cls, source):
+        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError on failure."""
+        os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+        try:
+            from transformers import GPT2LMHeadModel
+
+            hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True)
+        except Exception as error:  # transformers, safetensors and the hub raise many exception types
+            hub = "" if "Repo id" in str(error) else f", and loading from the Hugging Face hub failed: {error}"
+            raise UserError(f"{source}: {error if Path(source).exists() else 'no such folder' + hub}") from None
+        c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
+        found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.activation_function, c.layer_norm_epsilon
+        found += c.tie_word_embeddings, c.scale_attn_weights, c.add_cross_attention, c.scale_attn_by_inverse_layer_idx
+        if bad_keys or found != (50257, 1024, 4 * c.n_embd, "gelu_new", 1e-5, True, True, False, False):
+            raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
+        conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
+        state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
+        wte = state["transformer.wte.weight"]  # pad with the mean: zeros give logits of 0, above GPT-2's negative ones
+        padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
+        state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
+        model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
+        model.load_state_dict(state)
+        return model
+
+
+MODELS = {  # the parameter counts assume a tied output head (rung 01)
+    "gpt2": GPTConfig(),  # 124M parameters
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 355M
+    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
+    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
+    "nano": GPTConfig(n_layer=4, n_head=4, n_embd=128),  # small enough for a CPU
+}
+
+
+class DataLoaderLite:
+    """Endless consecutive batches from a UTF-8 text. Raises UserError if the text is unreadable or too short."""
+
+    def __init__(self, path, batch_size, seq_len):
+        self.B, self.T, self.position = batch_size, seq_len, 0
+        try:
+            text = Path(path).read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: {error}") from None
+        tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
+        if not tokenizer.is_dir():
+            raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(tokenizer)
+        self.tokens = np.array(tiktoken.get_encoding("gpt2").encode_ordinary(text), dtype=np.uint16)
+        need = self.B * self.T + 1
+        if len(self.tokens) < need:
+            raise UserError(f"{path}: {len(self.tokens)} tokens, but B {self.B} and T {self.T} need {need}")
+
+    def next_batch(self):
+        """Return x and y, both (B, T) and int64, on the CPU. y contains the token that follows each token of x."""
+        if self.position + self.B * self.T + 1 > len(self.tokens):
+            self.position = 0
+        tokens = torch.from_numpy(self.tokens[self.position : self.position + self.B * self.T + 1].astype(np.int64))
+        self.position += self.B * self.T
+        return tokens[:-1].view(self.B, self.T), tokens[1:].view(self.B, self.T)
+
+
+def get_lr(step, steps, max_lr=6e-4, warmup_steps=10):
+    """Return a step's learning rate: linear warm-up, then cosine decay (Loshchilov & Hutter 2017) to max_lr / 10."""
+    if step < warmup_steps:
+        return max_lr * (step + 1) / warmup_steps  # + 1, because step 0 with a rate of 0 would change nothing
+    progress = (step - warmup_steps) / (steps - warmup_steps)  # from 0 to just under 1
+    return max_lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def parse_args():
+    """Parse the command line; some defaults depend on the device. Exits with a one-line error for a bad argument."""
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
+    weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
+    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences per batch, default 4")
+    parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
+    parser.add_argument("--steps", type=int, default=50, help="default 50")
+    parser.add_argument("--seed", type=int, default=1337, help="default 1337")
+    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    parser.add_argument("--data", default=Path(__file__).parents[1] / "input.txt", help="UTF-8 text, default input.txt")
+    parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="file for the final weights (a state dict)")
+    args = parser.parse_args()
+    if args.device not in devices:
+        found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
+        parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
+    if not args.init_from and not args.model:
+        args.model = "nano" if args.device == "cpu" else "gpt2"
+    if args.seq_len is None:
+        args.seq_len = 128 if args.model == "nano" else 1024
+    if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
+        parser.error("need at least 1 for --batch-size and --steps, 1 to 1024 for --seq-len, 0 to 2**64 - 1 for --seed")
+    return args
+
+
+def main():
+    args = parse_args()
+    device, B, T = torch.device(args.device), args.batch_size, args.seq_len
+    torch.use_deterministic_algorithms(device.type == "cpu")  # makes losses repeatable on a CPU; would be slow on a GPU
+    ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # "high" is TF32, "highest" is float32
+    if not ampere_or_later:
+        print("no TF32 here: this script uses it on NVIDIA GPUs with compute capability 8.0 or later")
+
+    torch.manual_seed(args.seed)
+    model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
+    loader = DataLoaderLite(args.data, B, T)
+    print_header(args, model, loader)
+    if args.save:
+        save_whole(args.save)  # fail before training if the file cannot be written
+
+    model.to(device)
+    model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
+    print("compiling: the first step takes about a minute", flush=True)
+    optimizer = model.configure_optimizers()
+    scaler = torch.amp.GradScaler(device.type)
+    scale = scaler.get_scale()  # 65536
+    times = []  # seconds per step
+    try:
+        for step in range(args.steps):
+            synchronize(device)
+            start = time.perf_counter()
+            x, y = (t.to(device) for t in loader.next_batch())
+            optimizer.zero_grad()
+            with torch.autocast(device.type, dtype=torch.float16):
+                loss = model(x, y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)  # before clipping and printing, which need the unscaled gradients
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # returns the norm before clipping
+            lr = get_lr(step, args.steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            scaler.step(optimizer)  # updates the weights, unless a gradient is not finite
+            scaler.update()
+            synchronize(device)
+            times.append(time.perf_counter() - start)
+            before, scale = scale, scaler.get_scale()
+            skipped = " | skipped" if scale < before else ""  # the factor is lowered only when a step is skipped
+            print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
+            print(f"dt {1000 * times[-1]:8.2f} ms | {B * T / times[-1]:10,.0f} tok/s", end=" | ")
+            print(f"scale {scale:.0f}{skipped}", flush=True)
+            if not math.isfinite(loss.item()):
+                raise UserError(f"the loss is not finite at step {step}")
+    finally:  # runs after Ctrl-C as well
+        print_summary(times, B * T, device)
+    if args.save:
+        save_whole(args.save, model.cpu().state_dict())
+        print(f"saved the weights to {args.save}")
+
+
+def print_header(args, model, loader):
+    """Print the device, the model, the batch size and the length of the text."""
+    if (args.model, args.device) == ("nano", "cpu"):
+        print("nano (4 layers, hidden size 128) is the default model on a CPU; --model gpt2 trains GPT-2")
+    module = torch.get_device_module(args.device)
+    chip = module.get_device_name(args.device) if hasattr(module, "get_device_name") else platform.machine()
+    about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
+    print(f"device {args.device} ({chip}) | torch {torch.__version__} | {about} | B {loader.B} T {loader.T}")
+    print(f"loaded {len(loader.tokens)} tokens")
+    print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches", flush=True)
+
+
+def synchronize(device):
+    """Wait for the device. Python only queues work on a GPU, so the timer would otherwise stop too early."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def print_summary(times, tokens_per_step, device):
+    """Print the median step time, tokens per second and, on CUDA, PyTorch's peak allocated memory."""
+    if times:
+        first = 10 if len(times) >= 20 else len(times) // 2  # exclude compilation and other warm-up
+        median = float(np.median(times[first:]))
+        print(f"median of steps {first}-{len(times) - 1}: {1000 * median:.2f} ms", end=", ")
+        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+        print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""), flush=True)
+
+
+def save_whole(path, contents=None):
+    """Save `contents` atomically for torch.load(). If `contents` is None, only test the path. Raises UserError."""
+    unfinished = Path(f"{path}.tmp")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a regular file")
+    try:
+        with open(unfinished, "wb") as file:
+            torch.save(contents, file)
+        if contents:
+            os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:  # on a full disk, torch.save turns the OSError into a RuntimeError
+        raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+class UserError(ValueError):
+    """An error that the user can fix. The script prints its message on one line, without a traceback."""
+
+
+def exit_message(error):
+    """Return an argument for sys.exit(): a one-line message, or 1 to exit silently. Re-raises unexpected errors."""
+    text = " ".join(str(error).split())
+    no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
+    if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
+        args = parse_args()  # parsed again, to get B and T
+        text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
+    elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
+        text = f"torch.compile failed: {text[:200]}"
+    elif isinstance(error, OSError) and not error.filename:  # stdout is broken; discard what Python would write at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
+        raise error
+    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
+    return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (Exception, KeyboardInterrupt) as error:
+        sys.exit(exit_message(error))

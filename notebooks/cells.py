@@ -1,0 +1,145 @@
+"""Functions for the cells of the notebooks: show a diff, run a script, and draw the chart."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jinja2
+import torch
+from IPython.display import HTML, display
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "dev"), str(ROOT / "docs")]
+from diffs import paint, read_diff  # noqa: E402
+from ladder import changed_lines, read_ladder, read_toml, title  # noqa: E402
+
+RUNGS = {rung.file: rung for rung in read_ladder()}
+SUMMARY = re.compile(r"^median of steps .*: (\d+\.\d+) ms, ([\d,]+) tok/s.*$", re.MULTILINE)
+JINJA = jinja2.Environment(
+    loader=jinja2.FileSystemLoader([ROOT / "notebooks", ROOT / "docs"]), autoescape=True, trim_blocks=True
+)
+JINJA.filters["paint"] = paint
+runs = {}  # (script, sequence length or None for the default) -> (ms per step, tokens per second)
+
+
+def show(name, **values):
+    """Display a template of this folder, with the styles that it needs, because Colab isolates each output."""
+    styles = (ROOT / "docs/pages/assets/colours.css", ROOT / "notebooks/style.css")
+    css = "".join(path.read_text(encoding="utf-8") for path in styles)
+    display(HTML(f'<style>{css}</style><div class="ladder">{JINJA.get_template(name).render(**values)}</div>'))
+
+
+def compute_capability():
+    """Return the compute capability of the GPU, such as (7, 5) for a T4, or None without an NVIDIA GPU."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() and not torch.version.hip else None
+
+
+def fp16_only():
+    """Return whether the GPU has tensor cores for fp16 but not for bf16, such as a T4 or a V100."""
+    return (7, 0) <= (compute_capability() or (0, 0)) < (8, 0)
+
+
+def describe_device():
+    """Print the device, the version of PyTorch and the optimizations that the device supports."""
+    print(f"torch {torch.__version__}, ", end="")
+    if not torch.cuda.is_available():
+        bf16 = "with" if torch.backends.cpu.get_cpu_capability() == "AVX512" else "without"
+        print(f"no NVIDIA GPU. On a CPU ({bf16} bf16), the scripts train nano, a model with 4 layers.")
+        return
+    capability, gib = compute_capability() or (0, 0), torch.cuda.get_device_properties(0).total_memory / 2**30
+    print(f"{torch.cuda.get_device_name()}, {gib:.1f} GiB, compute capability {capability[0]}.{capability[1]}")
+    able = {"fp16 tensor cores": (7, 0), "TF32 (02)": (8, 0), "bf16 (03)": (8, 0), "torch.compile (05)": (7, 0)}
+    print(" | ".join(f"{name}: {'yes' if capability >= needed else 'no'}" for name, needed in able.items()))
+
+
+def show_diff(script):
+    """Display the diff of a script from the script that it builds on, as on the site."""
+    before = RUNGS[script].before
+    show("diff.html", before=before, after=script, counts=changed_lines(before, script), **read_diff(before, script))
+
+
+def stream(*words, every=1):
+    """Run a Python program, print its output as it arrives, and return the output.
+
+    Of the lines that a script prints after each step, only every `every`-th is printed.
+    """
+    words = [str(word) for word in words]
+    print("$ python", *words, flush=True)
+    said = []
+    with subprocess.Popen(
+        [sys.executable, "-u", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as child:
+        try:
+            for line in child.stdout:
+                said.append(line)
+                step = re.match(r"step +(\d+) ", line)
+                if not step or int(step[1]) % every == 0:
+                    print(line, end="", flush=True)
+        except KeyboardInterrupt:  # the button that stops a cell
+            child.terminate()
+            raise
+    return "".join(said)
+
+
+def python(*words):
+    """Run a Python program and print its output as it arrives."""
+    stream(*words)
+
+
+def run(script, seq_len=None, **options):
+    """Run a script of the ladder, then display its median step time and the chart of all runs so far.
+
+    If the script fails, the last line of its output explains why, and the chart is unchanged.
+    """
+    options |= {"seq_len": seq_len} if seq_len else {}
+    text = stream(script, *(str(w) for k, v in options.items() for w in (f"--{k.replace('_', '-')}", v)))
+    if found := SUMMARY.search(text):
+        runs[script, seq_len] = float(found[1]), int(found[2].replace(",", ""))
+        chart(script, seq_len, found[0])
+
+
+def chart(script, seq_len, line):
+    """Display the line that matters and a bar per run. The run of `script` is marked."""
+    rows = []
+    for (file, length), (ms, speed) in runs.items():
+        before = RUNGS[file].before
+        while before and (before, length) not in runs:  # the previous rung may have been replaced, as 03 on a T4
+            before = RUNGS[before].before
+        gain = f"{runs[before, length][0] / ms:.2f}× {RUNGS[before].number}" if before else ""
+        row = {"label": title(file) + (f", T {length}" if length else ""), "speed": speed, "note": gain}
+        rows.append(row | {"marked": (file, length) == (script, seq_len)})
+    show("bars.html", line=line, rows=rows, most=max(row["speed"] for row in rows))
+
+
+def train(script, text, minutes, weights):
+    """Train on a text for about `minutes` after the first step, and save the weights.
+
+    The number of steps follows from the speed of rung 10 on this machine. `script` must accept --save.
+    """
+    done = runs.get((script, None)) or runs.get(("speedup_10_fused_adamw.py", None))
+    if not done:
+        print("Run the cell of rung 10 first: its speed determines the number of steps.")
+        return
+    steps = max(1, round(60_000 * minutes / done[0]))
+    options = ["--data", text, "--steps", steps, "--save", weights]
+    if script == "ddp_run.py":  # one micro-step per step, as in rung 10
+        options += ["--total-batch-size", 4 * (1024 if torch.accelerator.is_available() else 128)]
+    stream(script, *options, every=max(1, steps // 20))
+
+
+def beside_public_figures():
+    """Display the fastest run of GPT-2 on this GPU beside the public figures in results/public.toml."""
+    rows = [
+        {"label": one["card"], "speed": one["tokens_per_s"], "note": f"B {one['batch_size']}"}
+        for one in read_toml("results/public.toml")["speed"]
+        if one.get("plain", True) and "batch_size" in one and one["ran"].startswith("PyTorch")
+    ]
+    if torch.cuda.is_available() and runs:
+        (script, _), (_, speed) = max(runs.items(), key=lambda one: one[1][1])
+        here = {"label": f"{torch.cuda.get_device_name()}, here", "note": title(script), "marked": True}
+        rows.append(here | {"speed": speed})
+    else:
+        print("This machine trained nano, which cannot be compared with GPT-2. The chart shows only public figures.")
+    rows.sort(key=lambda row: row["speed"])
+    show("bars.html", line="", rows=rows, most=rows[-1]["speed"])
