@@ -106,7 +106,7 @@ def chart(script, seq_len, line):
         before = RUNGS[file].before
         while before and (before, length) not in runs:  # the previous rung may have been replaced, as 03 on a T4
             before = RUNGS[before].before
-        gain = f"{runs[before, length][0] / ms:.2f}× {RUNGS[before].number}" if before else ""
+        gain = f"{runs[before, length][0] / ms:.2f}× over {RUNGS[before].number}" if before else ""
         row = {"label": title(file) + (f", T {length}" if length else ""), "speed": speed, "note": gain}
         rows.append(row | {"marked": (file, length) == (script, seq_len)})
     show("bars.html", line=line, rows=rows, most=max(row["speed"] for row in rows))

@@ -150,7 +150,7 @@ def test_a_speed_up_is_over_the_nearest_rung_that_ran_with_the_same_length(fresh
     }
     cells.chart(FP16_10, None, "the line")
     ((_, values),) = fresh
-    assert [row["note"] for row in values["rows"]] == ["", "2.00× 02", "1.25× 02", "", "8.00× 04"]
+    assert [row["note"] for row in values["rows"]] == ["", "2.00× over 02", "1.25× over 02", "", "8.00× over 04"]
     assert values["most"] == 400_000
 
 
