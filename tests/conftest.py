@@ -100,7 +100,8 @@ def pytest_configure(config):
 
 # The slowest test files. Starting them first lets all workers finish at about the same time.
 LONGEST = [
-    f"test_{name}.py" for name in "commands mistakes scripts memory measure docs ranks pretrain numerics model".split()
+    f"test_{name}.py"
+    for name in "commands mistakes scripts memory measure docs notebooks ranks pretrain numerics model".split()
 ]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import EAGER, ROOT, SCRIPTS, play, press_ctrl_c_at
 
-FOLDERS = "branches pretrain measure dev docs".split()
+FOLDERS = "branches pretrain measure dev docs notebooks".split()
 PROGRAMS = "make python uv pip torchrun git source tensorboard ghp-import apt nvidia-smi code cp printf".split()
 
 # The commands that test_a_command_works_as_written does not run, by reason. The test also skips the commands in SAME.
@@ -37,7 +37,6 @@ NOT_RUN = {
         "pip install -r requirements-dev.txt",  # `make test` runs it
         "pip install -r pretrain/requirements.txt",
         "pip install ghp-import",
-        "pip install -q tiktoken",
         "apt install git build-essential python3-dev python3-venv",
     ],
     "it opens an editor": [
@@ -166,8 +165,8 @@ def commands():
         for language, block in blocks.findall(text):
             assert language in ("", "bash", "text", "python"), f"{name}: ```{language}"
             for line in block.replace("\\\n", "").splitlines():
-                if language in ("", "bash") or line.startswith("!"):  # "!" marks a command in a notebook cell
-                    add(line.removeprefix("!"), name)
+                if language in ("", "bash"):
+                    add(line, name)
         for span in re.findall(r"`([^`]+)`", blocks.sub("", text)):
             if span.split()[0] in PROGRAMS and " " in span:
                 add(span, name)

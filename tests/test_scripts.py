@@ -28,7 +28,7 @@ ALONE = ["baseline.py", *COMPILED]
 def sizes(script):
     """Return flags that shorten a run: fewer micro-steps, or a smaller batch in fp16, which is slow on a CPU."""
     if script in FP16S:
-        return ["--batch-size", 1, "--seq-len", 64]
+        return ["--batch-size", 2, "--seq-len", 64]
     return ["--total-batch-size", 1024] * (script in since("ddp_run.py"))
 
 
@@ -100,7 +100,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(printed, script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_printed_lines_follow_the_contract(printed, script):
     lines = printed(script).splitlines()
-    B, T = (1, 64) if script in FP16S else (4, 128)  # 4 and 128 are nano's defaults
+    B, T = (2, 64) if script in FP16S else (4, 128)  # 4 and 128 are nano's defaults
     tokens = B * T
     if script in since(2):
         assert lines.pop(0).startswith("no TF32 here")
