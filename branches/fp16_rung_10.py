@@ -1,9 +1,10 @@
-"""Rung 10 in fp16, with a gradient scaler (speed): all optimizations on GPUs without bf16, such as the T4 and the V100.
+"""Rung 10 in fp16, with a gradient scaler (speed): for GPUs with tensor cores but no bf16, such as the T4 and the V100.
 
 On these GPUs, rungs 03 to 10 compute in float32. According to NVIDIA's data sheet, a T4's peak is eight times as high
 in fp16 as in float32 (65 and 8.1 TFLOP/s). The scaler multiplies the loss by 65536, because small gradients would
 become zero in fp16. unscale_() divides the gradients by this factor before clipping (rung 08). If a gradient is not
-finite, rung 10's fused AdamW skips the update. --save writes the final weights, as in ddp_run.py.
+finite, rung 10's fused AdamW skips the update, and the scaler halves the factor. --save writes the final weights, as in
+ddp_run.py.
 
 When it does not help: on GPUs with bf16, fp16 is unnecessary. Their tensor cores are as fast in bf16 as in fp16, and
 bf16 needs no scaler.

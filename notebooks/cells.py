@@ -31,25 +31,28 @@ def show(name, **values):
 
 
 def compute_capability():
-    """Return the compute capability of the GPU, such as (7, 5) for a T4, or None without an NVIDIA GPU."""
+    """Return the compute capability of the NVIDIA GPU, such as (7, 5) for a T4, or None if there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() and not torch.version.hip else None
 
 
 def fp16_only():
-    """Return whether the GPU has tensor cores for fp16 but not for bf16, such as a T4 or a V100."""
+    """Return whether the GPU is fast in fp16 but has no bf16, such as a T4 or a V100."""
     return (7, 0) <= (compute_capability() or (0, 0)) < (8, 0)
 
 
 def describe_device():
     """Print the device, the version of PyTorch and the optimizations that the device supports."""
     print(f"torch {torch.__version__}, ", end="")
-    if not torch.cuda.is_available():
+    if not torch.accelerator.is_available():
         bf16 = "with" if torch.backends.cpu.get_cpu_capability() == "AVX512" else "without"
-        print(f"no NVIDIA GPU. On a CPU ({bf16} bf16), the scripts train nano, a model with 4 layers.")
+        print(f"no GPU. On this CPU ({bf16} bf16), the scripts train nano, a model with 4 layers.")
         return
-    capability, gib = compute_capability() or (0, 0), torch.cuda.get_device_properties(0).total_memory / 2**30
+    if not (capability := compute_capability()):
+        print(f"{torch.accelerator.current_accelerator().type}. We have not tested the scripts on this kind of GPU.")
+        return
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30
     print(f"{torch.cuda.get_device_name()}, {gib:.1f} GiB, compute capability {capability[0]}.{capability[1]}")
-    able = {"fp16 tensor cores": (7, 0), "TF32 (02)": (8, 0), "bf16 (03)": (8, 0), "torch.compile (05)": (7, 0)}
+    able = {"fp16": (7, 0), "TF32 (02)": (8, 0), "bf16 (03)": (8, 0), "torch.compile (05)": (7, 0)}
     print(" | ".join(f"{name}: {'yes' if capability >= needed else 'no'}" for name, needed in able.items()))
 
 
@@ -60,7 +63,7 @@ def show_diff(script):
 
 
 def stream(*words, every=1):
-    """Run a Python program, print its output as it arrives, and return the output.
+    """Run a Python program, print its output as it arrives, and return the output and the exit status.
 
     Of the lines that a script prints after each step, only every `every`-th is printed.
     """
@@ -79,7 +82,9 @@ def stream(*words, every=1):
         except KeyboardInterrupt:  # the button that stops a cell
             child.terminate()
             raise
-    return "".join(said)
+    if child.returncode:
+        print(f"{words[0]} failed with exit status {child.returncode}")
+    return "".join(said), child.returncode
 
 
 def python(*words):
@@ -90,11 +95,11 @@ def python(*words):
 def run(script, seq_len=None, **options):
     """Run a script of the ladder, then display its median step time and the chart of all runs so far.
 
-    If the script fails, the last line of its output explains why, and the chart is unchanged.
+    If the script fails, its last lines say why, and the chart is unchanged.
     """
     options |= {"seq_len": seq_len} if seq_len else {}
-    text = stream(script, *(str(w) for k, v in options.items() for w in (f"--{k.replace('_', '-')}", v)))
-    if found := SUMMARY.search(text):
+    text, status = stream(script, *(str(w) for k, v in options.items() for w in (f"--{k.replace('_', '-')}", v)))
+    if not status and (found := SUMMARY.search(text)):
         runs[script, seq_len] = float(found[1]), int(found[2].replace(",", ""))
         chart(script, seq_len, found[0])
 
@@ -115,11 +120,11 @@ def chart(script, seq_len, line):
 def train(script, text, minutes, weights):
     """Train on a text for about `minutes` after the first step, and save the weights.
 
-    The number of steps follows from the speed of rung 10 on this machine. `script` must accept --save.
+    The number of steps follows from the measured speed of `script` or, for ddp_run.py, of rung 10.
     """
-    done = runs.get((script, None)) or runs.get(("speedup_10_fused_adamw.py", None))
-    if not done:
-        print("Run the cell of rung 10 first: its speed determines the number of steps.")
+    measured = "speedup_10_fused_adamw.py" if script == "ddp_run.py" else script
+    if not (done := runs.get((measured, None))):
+        print(f"First run the cell of {measured}, without errors. Its speed determines the number of steps.")
         return
     steps = max(1, round(60_000 * minutes / done[0]))
     options = ["--data", text, "--steps", steps, "--save", weights]
@@ -135,11 +140,17 @@ def beside_public_figures():
         for one in read_toml("results/public.toml")["speed"]
         if one.get("plain", True) and "batch_size" in one and one["ran"].startswith("PyTorch")
     ]
-    if torch.cuda.is_available() and runs:
+    if not runs:
+        print("Run a script first. The chart shows only the public figures.")
+    elif torch.accelerator.is_available():
         (script, _), (_, speed) = max(runs.items(), key=lambda one: one[1][1])
-        here = {"label": f"{torch.cuda.get_device_name()}, here", "note": title(script), "marked": True}
+        cuda = torch.cuda.is_available()
+        name = torch.cuda.get_device_name() if cuda else torch.accelerator.current_accelerator().type
+        here = {"label": f"{name}, here", "note": title(script), "marked": True}
         rows.append(here | {"speed": speed})
     else:
-        print("This machine trained nano, which cannot be compared with GPT-2. The chart shows only public figures.")
+        print(
+            "This machine trained nano, which cannot be compared with GPT-2. The chart shows only the public figures."
+        )
     rows.sort(key=lambda row: row["speed"])
     show("bars.html", line="", rows=rows, most=rows[-1]["speed"])

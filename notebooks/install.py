@@ -25,9 +25,17 @@ def version(name):
         return None
 
 
+def numbers(version):
+    """Return the first two numbers of a version, such as (2, 7) for 2.7.1+cu126."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
 def main():
-    ranges = dict(re.findall(r'"([\w-]+)(>=[\w.]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
-    missing = [name + ranges[name] for name in NEEDED if not version(name)]
+    minima = dict(re.findall(r'"([\w-]+)>=([\w.]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    for name in filter(version, NEEDED):
+        if numbers(version(name)) < numbers(minima[name]):
+            print(f"{name} {version(name)} is older than {minima[name]}, so some scripts may fail")
+    missing = [f"{name}>={minima[name]}" for name in NEEDED if not version(name)]
     if not missing:
         print("nothing to install")
         return
@@ -36,9 +44,10 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "kept.txt"  # without it, pip could replace NumPy to suit a package that it installs
         kept.write_text("".join(f"{name}=={version(name)}\n" for name in NEEDED if version(name)), encoding="utf-8")
-        done = subprocess.run([sys.executable, "-m", "pip", "install", "-qq", "--constraint", kept, *missing])
+        words = [sys.executable, "-m", "pip", "install", "-qq", "--constraint", kept, *missing]
+        done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"install.py: error: pip could not install {', '.join(missing)}")
+        sys.exit(f"{done.stderr}install.py: error: pip could not install {', '.join(missing)}")
     print(f"done in {time.perf_counter() - start:.0f} s")
 
 
