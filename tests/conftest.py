@@ -401,6 +401,21 @@ def copy_project(folder, part=""):
     return Path(shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(*made)))
 
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def browsing(test):
+    return pytest.mark.slow(pytest.mark.skipif(not CHROMIUM, reason="no Chromium")(test))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api").sync_playwright().start()
+    yield (browser := playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]))
+    browser.close()
+    playwright.stop()
+
+
 class Seen:
     """The outcome of a pytest run: the names of the passed tests, and (phase, exception) for each failure."""
 

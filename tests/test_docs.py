@@ -8,7 +8,6 @@ import functools
 import http.server
 import json
 import re
-import shutil
 import subprocess
 import threading
 from urllib.parse import unquote, urljoin, urlparse
@@ -16,7 +15,7 @@ from urllib.parse import unquote, urljoin, urlparse
 import floor
 import pytest
 import render
-from conftest import ROOT, RUNGS, copy_project, give_packages
+from conftest import ROOT, RUNGS, browsing, copy_project, give_packages
 from ladder import PLAIN_GIT, changed_lines, read_toml, split
 
 pytest.importorskip("zensical", reason="Zensical takes Python 3.11 or later")
@@ -24,7 +23,6 @@ import build_site as docs  # noqa: E402
 from bs4 import BeautifulSoup  # noqa: E402
 
 SCRIPTS = list(RUNGS)
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAIRS = [(before, after) for i, after in enumerate(SCRIPTS) for before in SCRIPTS[:i]]
 RUNG_PAGES = [docs.page(script) for script in SCRIPTS]
 SIDE_PAGES = """
@@ -38,10 +36,6 @@ NEAR = [pair if RUNGS[pair[1]].before == pair[0] else pytest.param(*pair, marks=
 LADDERS = list(render.newest())  # the names of the results that the pages of the ladder show
 RESULTS = render.newest() | render.newest(partial=True)
 WHOLE = next(name for name, data in RESULTS.items() if data["complete"])  # a result with several passes and a profile
-
-
-def browsing(test):
-    return pytest.mark.slow(pytest.mark.skipif(not CHROMIUM, reason="no Chromium")(test))
 
 
 @pytest.fixture(scope="module")
@@ -502,14 +496,6 @@ def urls(site):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield {"file": f"{site.as_uri()}/", "http": f"http://127.0.0.1:{server.server_port}/ladder/"}
         server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api").sync_playwright().start()
-    yield (browser := playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]))
-    browser.close()
-    playwright.stop()
 
 
 @pytest.fixture(params=["file"])

@@ -15,7 +15,7 @@ import nbformat
 import pytest
 import torch
 from bs4 import BeautifulSoup
-from conftest import FP16, FP16_10, ROOT, RUNGS, copy_project, made_up_gpu
+from conftest import FP16, FP16_10, ROOT, RUNGS, browsing, copy_project, made_up_gpu
 from ladder import PLAIN_GIT, code_diff
 from nbclient import NotebookClient
 
@@ -208,6 +208,27 @@ def test_the_diff_in_a_cell_is_gits(monkeypatch, script):
     expected = code_diff(RUNGS[script].before, script).splitlines()
     expected = [line for line in expected if re.match(r"[+-](?!\+\+ |-- )", line)]
     assert sorted(changed) == sorted(expected)
+
+
+@browsing
+@pytest.mark.parametrize(
+    "theme", ['data-jp-theme-light="true"', 'data-jp-theme-light="false"', 'theme="dark"', 'class="vscode-dark"', ""]
+)
+def test_a_diff_and_a_chart_have_contrast_in_each_theme(monkeypatch, browser, theme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    displayed = []
+    monkeypatch.setattr(cells, "display", displayed.append)
+    monkeypatch.setattr(cells, "runs", {(LADDER[0], None): (20.0, 200_000), (LADDER[1], None): (10.0, 400_000)})
+    cells.show_diff(LADDER[6])
+    cells.chart(LADDER[1], None, "median of steps 6-11")
+    with browser.new_page() as page:
+        dark = "dark" in theme or "false" in theme
+        html = "".join(output.data for output in displayed).replace("<details>", "<details open>")
+        page.set_content(f'<html lang="en"><body {theme} style="background: {"#111" if dark else "#fff"}">{html}')
+        found = axe.run(page, options={"runOnly": ["color-contrast"]}).response
+        assert not found["violations"] and not found["incomplete"] and len(found["passes"][0]["nodes"]) > 20
+        light = page.locator(".ladder").first.evaluate("one => getComputedStyle(one).backgroundColor")
+        assert light == ("rgb(30, 33, 41)" if dark else "rgb(255, 255, 255)")
 
 
 def environment(folder, **installed):
