@@ -124,7 +124,7 @@ def train(script, text, minutes, weights):
     """
     measured = "speedup_10_fused_adamw.py" if script == "ddp_run.py" else script
     if not (done := runs.get((measured, None))):
-        print(f"First run the cell of {measured}, without errors. Its speed determines the number of steps.")
+        print(f"First run the cell of {measured}. Its speed determines the number of steps, so it must not fail.")
         return
     steps = max(1, round(60_000 * minutes / done[0]))
     options = ["--data", text, "--steps", steps, "--save", weights]

@@ -231,6 +231,21 @@ def test_a_diff_and_a_chart_have_contrast_in_each_theme(monkeypatch, browser, th
         assert light == ("rgb(30, 33, 41)" if dark else "rgb(255, 255, 255)")
 
 
+def test_the_lessons_exercise_has_the_answer_that_it_gives(capsys):
+    """Without the factor, the result is wrong, less so with larger tiles, and right with one tile."""
+    (cell,) = (cell.source for cell in code(read("lesson")) if "rescale" in cell.source)
+
+    def difference(tile, source):
+        assert "1024, 64, 128" in source
+        exec(source.replace("1024, 64, 128", f"1024, 64, {tile}"), {})
+        return float(capsys.readouterr().out.removeprefix("largest difference: "))
+
+    assert difference(128, cell) < 1e-6
+    wrong = cell.replace("total * rescale", "total")
+    errors = [difference(tile, wrong) for tile in (128, 256, 512, 1024)]
+    assert wrong != cell and errors == sorted(errors, reverse=True) and errors[2] > 0.01 > 1e-6 > errors[3]
+
+
 def environment(folder, **installed):
     """Return the Python of a new environment in which pip believes that these packages are installed."""
     venv.create(folder, with_pip=True)
@@ -333,6 +348,6 @@ def test_a_notebook_runs_from_top_to_bottom_on_a_cpu(name, tmp_path):
             assert len(chart.select("tr.marked")) == 1
     if name == "ladder":
         assert "saved the weights to weights.pt" in "".join(said) and (root / "weights.pt").exists()
-        assert "The king" in said[-2] and said[-1] == "weights.pt: saved\n"
+        assert "The king" in said[-2] and said[-1] == "weights.pt is only on this machine\n"
     else:
         assert float(re.search("largest difference: (.+)", said[-1])[1]) < 1e-5
