@@ -397,7 +397,7 @@ def copy_project(folder, part=""):
 
     Folders named pytest-cache-files-* are skipped because another test process may rename one during the copy.
     """
-    made = ".*", "__pycache__", "pytest-cache-files-*", "site", "runs", "checkpoints", "shards", "fineweb10B", "my-gpt2"
+    made = ".* __pycache__ pytest-cache-files-* site runs checkpoints weights.pt shards fineweb10B my-gpt2".split()
     return Path(shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(*made)))
 
 

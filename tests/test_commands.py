@@ -121,6 +121,7 @@ BEFORE = {
     r"sample\.py runs/first|tensorboard --logdir runs/first": "mkdir runs; cp -r $TRAINED runs/first",
     r"(sample|export_hf)\.py runs/gpt2": "mkdir runs; cp -r $TRAINED runs/gpt2",
     r"(sample|export_hf)\.py checkpoints": "cp -r $TRAINED checkpoints",
+    r"sample\.py weights\.pt": "cp $TRAINED/best.pt weights.pt",
     r"--init-from my-gpt2": "python pretrain/export_hf.py $TRAINED my-gpt2",
     r"corpus/\*\.jsonl": """mkdir corpus; for n in {1..99}; do echo '{"text": "Not to be"}'; done > corpus/a.jsonl""",
     r"books/\*\.txt": "mkdir books; cp input.txt books",
