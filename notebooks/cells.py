@@ -70,9 +70,8 @@ def stream(*words, every=1):
     words = [str(word) for word in words]
     print("$ python", *words, flush=True)
     said = []
-    with subprocess.Popen(
-        [sys.executable, "-u", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as child:
+    together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
+    with subprocess.Popen([sys.executable, "-u", *words], cwd=ROOT, **together) as child:
         try:
             for line in child.stdout:
                 said.append(line)
@@ -149,8 +148,6 @@ def beside_public_figures():
         here = {"label": f"{name}, here", "note": title(script), "marked": True}
         rows.append(here | {"speed": speed})
     else:
-        print(
-            "This machine trained nano, which cannot be compared with GPT-2. The chart shows only the public figures."
-        )
+        print("This machine trained nano, which is not comparable with GPT-2. The chart shows only the public figures.")
     rows.sort(key=lambda row: row["speed"])
     show("bars.html", line="", rows=rows, most=rows[-1]["speed"])

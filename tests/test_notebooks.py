@@ -185,7 +185,7 @@ def test_the_public_figures_stand_beside_this_gpu_only_if_it_trained_gpt2(fresh,
     cells.runs[LADDER[10], None] = 8.0, 500_000
     if not torch.accelerator.is_available():
         cells.beside_public_figures()
-        assert "cannot be compared with GPT-2" in capsys.readouterr().out
+        assert "not comparable with GPT-2" in capsys.readouterr().out
         assert not any(row.get("marked") for row in fresh.pop()[1]["rows"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with made_up_gpu():
