@@ -109,16 +109,14 @@ def test_what_the_device_supports_is_printed(monkeypatch, capsys):
     if not torch.accelerator.is_available():
         cells.describe_device()
         assert "no GPU. On this CPU" in capsys.readouterr().out
-        with made_up_gpu():
-            monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+        with made_up_gpu(), pytest.MonkeyPatch.context() as patch:  # undone before the made-up GPU's own patches
+            patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
             cells.describe_device()
         assert "mps. We have not tested the scripts on this kind of GPU." in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, tf32, compiles in (T4, "no", "yes"), (A100, "yes", "yes"), (P100, "no", "no"):
-        with made_up_gpu(None, capability):
-            monkeypatch.setattr(
-                torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=16 * 2**30)
-            )
+        with made_up_gpu(None, capability), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=16 * 2**30))
             cells.describe_device()
         said = capsys.readouterr().out
         assert "Made Up GPU, 16.0 GiB" in said and f"capability {capability[0]}.{capability[1]}" in said
