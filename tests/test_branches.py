@@ -81,12 +81,13 @@ def test_it_learns(script, monkeypatch):
     assert sum(losses[-5:]) / 5 < losses[0] - 0.1
 
 
-def test_fp16_saves_its_float32_weights_and_fails_before_training_if_it_cannot(tmp_path):
+def test_fp16_saves_its_float32_weights_and_fails_before_training_if_it_cannot(tmp_path, monkeypatch):
     words = FP16_10, "--steps", 1, "--batch-size", 1, "--seq-len", 16
     assert f"saved the weights to {tmp_path / 'w.pt'}" in play(*words, "--save", tmp_path / "w.pt")
     saved = torch.load(tmp_path / "w.pt", weights_only=True)
     assert saved.keys() == nano(FP16_10).state_dict().keys()
     assert {weight.dtype for weight in saved.values()} == {torch.float32}
+    monkeypatch.setattr(load(FP16_10).DataLoaderLite, "next_batch", lambda loader: pytest.fail("it trained"))
     with pytest.raises(load(FP16_10).UserError, match="cannot be written"):
         play(*words, "--save", tmp_path / "missing" / "w.pt")
 
