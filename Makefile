@@ -14,7 +14,7 @@ help:
 	@echo 'make counts      count the FLOPs, bytes and kernels of each rung, without a GPU; ARGS="--card 4090 --batch-size 16"'
 	@echo 'make compare     print two measurements side by side; ARGS="results/ONE results/OTHER"'
 	@echo 'make plot        plot the losses of runs from their log files; ARGS="runs/a.jsonl runs/b.jsonl"'
-	@echo 'make test        run lint and most tests, in 5 to 9 minutes; run this before every commit'
+	@echo 'make test        run lint and most tests, in 4 minutes; run this before every commit'
 	@echo 'make test-all    run every test, as CI does'
 	@echo 'make propagate   carry an edit of one script into the scripts that build on it; ARGS=baseline.py'
 	@echo 'make figures     write the tables and plots of README.md and docs/pages/ from the scripts and results/'
@@ -71,7 +71,7 @@ figures: .venv/dev
 	.venv/bin/python -m pip install -r requirements-dev.txt
 	@touch $@
 
-# The browser tests are skipped without Chromium. The CI image does not include it, so this target installs it in CI.
+# The browser test is skipped without Chromium. The CI image does not include it, so this target installs it in CI.
 chromium:
 	@if [ "$$CI" = true ] && ! command -v chromium && ! command -v google-chrome; then \
 		apt-get update && apt-get install -y --no-install-recommends chromium; \

@@ -1,5 +1,6 @@
 """Read ladder.toml, split scripts into docstring and code, and count the lines that each script changes."""
 
+import ast
 import importlib
 import os
 import re
@@ -92,6 +93,34 @@ def split(source):
     """Return (docstring, code) of a script. Diffs compare only the code, because each file has its own docstring."""
     head, mark, rest = source.partition('\n"""\n')
     return head + mark, rest
+
+
+def parts(text):
+    """Return {name: (syntax tree, text)} of a script's definitions, in order. Classes are split into head and methods.
+
+    Each text begins where the previous text ends, so every byte after the docstring is in exactly one text. Raises
+    ValueError if the script has no docstring, or a comment after its last definition.
+    """
+    body, lines, found = ast.parse(text).body, text.splitlines(keepends=True), {}
+    if not ast.get_docstring(ast.parse(text)):
+        raise ValueError("no docstring")
+    start = body.pop(0).end_lineno
+    for node in body:
+        name = getattr(node, "name", None) or ast.unparse(node).splitlines()[0].split(" = ")[0]
+        name = "imports" if isinstance(node, (ast.Import, ast.ImportFrom)) else name
+        methods = [child for child in getattr(node, "body", []) if isinstance(child, ast.FunctionDef)]
+        pieces = [(name, node, node.end_lineno)]
+        if isinstance(node, ast.ClassDef) and methods:
+            node.body = [child for child in node.body if child not in methods]
+            pieces = [(name, node, node.body[-1].end_lineno if node.body else node.lineno)]
+            pieces += [(f"{name}.{method.name}", method, method.end_lineno) for method in methods]
+        for name, piece, end in pieces:
+            tree, before = found.get(name, ("", ""))
+            found[name] = tree + ast.dump(piece), before + "".join(lines[start:end])
+            start = end
+    if lines[start:]:
+        raise ValueError(f"after the last definition: {lines[start].strip()}")
+    return found
 
 
 def code_diff(before, after, *options, root=ROOT):

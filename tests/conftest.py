@@ -3,16 +3,15 @@
 import ast
 import contextlib
 import functools
-import importlib
+import importlib.util
 import io
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread each: `make test` ru
 # By default, glibc returns freed blocks to the system, and reallocating them takes a third of nano's step time.
 # These higher thresholds make glibc keep freed blocks for reuse.
 os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+import numpy as np
 import pytest
+import tiktoken
 import torch
 from ladder import PLAIN_GIT, ROOT, read_ladder
 from torch import nn
@@ -34,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 RUNGS = {rung.file: rung for rung in read_ladder()}
 LONG, TRAIN = "pretrain/long_run.py", "pretrain/train.py"
 SCRIPTS = [script for script in RUNGS if script != TRAIN]  # train.py is tested mainly in test_pretrain.py
+END = 50256  # the token <|endoftext|>
 BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # on other CPUs, the scripts use float32
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "eval_sec": 0.0}
@@ -53,49 +55,6 @@ SUMMARY = re.compile(
     r"median of steps (?P<first>\d+)-(?P<last>\d+): (?P<ms>\d+\.\d\d) ms, (?P<rate>[\d,]+) tok/s"
     r"(?:, peak memory (?P<memory>\d+\.\d\d) GiB)?"
 )
-
-
-def claim(file):
-    """Return the first line of a test file's docstring, which states the claim that the file checks."""
-    return ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))).splitlines()[0]
-
-
-class Progress:
-    """Print progress lines instead of dots: the elapsed time, the number of tests left and the claim under test.
-
-    A line is printed when the first test of a file starts, and otherwise about every 20 seconds.
-    """
-
-    def __init__(self, terminal):
-        self.terminal, self.seen, self.finished, self.start, self.last = terminal, set(), 0, time.monotonic(), 0.0
-
-    def pytest_sessionstart(self, session):
-        self.session = session
-        self.terminal.write_line("collecting tests")
-
-    def pytest_runtest_logstart(self, nodeid):
-        file, seconds = nodeid.split("::")[0], time.monotonic() - self.start
-        if file not in self.seen or seconds > self.last + 20:
-            self.seen.add(file)
-            self.last, left = seconds, f"{self.session.testscollected - self.finished:,} tests left"
-            minutes, seconds = divmod(int(seconds), 60)
-            self.terminal.write_line(f"{minutes:3}:{seconds:02}  {left:>16}  {Path(file).name}: {claim(file)}")
-
-    def pytest_runtest_logreport(self, report):
-        self.finished += report.when == "teardown"
-        if report.failed:
-            self.terminal.write_line(f"FAILED  {report.nodeid}")
-
-    def pytest_report_teststatus(self, report):
-        if report.when == "call" or not report.passed:
-            outcome = "error" if report.failed and report.when != "call" else report.outcome
-            return outcome, "", outcome.upper()
-
-
-@pytest.hookimpl(trylast=True)  # pytest must create its terminal reporter first
-def pytest_configure(config):
-    if not hasattr(config, "workerinput") and config.get_verbosity() == 0:
-        config.pluginmanager.register(Progress(config.pluginmanager.get_plugin("terminalreporter")))
 
 
 # The slowest test files. Starting them first lets all workers finish at about the same time.
@@ -151,6 +110,16 @@ def clips():
     return [*since(8), FP16]
 
 
+def lazily(name):
+    """Return a module that is imported when it is first used, so that collecting the tests stays fast."""
+    if name not in sys.modules:
+        spec = importlib.util.find_spec(name)
+        spec.loader = importlib.util.LazyLoader(spec.loader)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
 def load(script):
     """Import a script and shrink its nano to the size of SMALL.
 
@@ -169,6 +138,46 @@ def nano(script, seed=1337):
     module = load(script)
     torch.manual_seed(seed)
     return module.GPT(module.MODELS["nano"])
+
+
+def encode(text):
+    """Return the GPT-2 tokens of a text."""
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(ROOT / "tokenizer")
+    return tiktoken.get_encoding("gpt2").encode_ordinary(text)
+
+
+def uneven():
+    """Return a nano model whose loss differs from token to token."""
+    model = nano(TRAIN, seed=0).eval()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.2)
+    return model
+
+
+class Command:
+    """An object that creates a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def question(endings, label, context="The cat", **more):
+    return json.dumps({"ind": 1, "ctx": context, "endings": endings, "label": label} | more) + "\n"
+
+
+def write_questions(path, count=40):
+    """Write questions from input.txt in HellaSwag's format. The right ending is the text that follows the context."""
+    words = (ROOT / "input.txt").read_text(encoding="utf-8").split()
+    rng, lines = np.random.default_rng(1), []
+    for label in rng.integers(4, size=count):
+        places = rng.integers(len(words) - 40, size=4)
+        endings = [" ".join(words[place + 12 : place + 20]) for place in places]
+        lines.append(question(endings, int(label), " ".join(words[places[label] : places[label] + 12])))
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
 
 
 def save_gpt2(folder, change=None, **config):
@@ -401,78 +410,6 @@ def copy_project(folder, part=""):
     return Path(shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(*made)))
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-def browsing(test):
-    return pytest.mark.slow(pytest.mark.skipif(not CHROMIUM, reason="no Chromium")(test))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api").sync_playwright().start()
-    yield (browser := playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]))
-    browser.close()
-    playwright.stop()
-
-
-class Seen:
-    """The outcome of a pytest run: the names of the passed tests, and (phase, exception) for each failure."""
-
-    def __init__(self):
-        self.passed, self.failed = [], []
-
-    def pytest_runtest_makereport(self, item, call):
-        if call.excinfo is None:
-            self.passed += [item.nodeid] * (call.when == "call")
-        else:
-            self.failed.append((call.when, call.excinfo.value))
-
-
-@pytest.fixture
-def verdict(monkeypatch, tmp_path):
-    """Return a function that runs tests of a project copy in this process and returns (pytest's exit status, a Seen).
-
-    The function imports the copy's modules but keeps torch and other installed packages that are already imported.
-    """
-
-    def modules_of(root):
-        files = {name: Path(getattr(module, "__file__", None) or "/") for name, module in sys.modules.items()}
-        inside = [name for name, file in files.items() if file.is_relative_to(root) and ".venv" not in file.parts]
-        return {name: sys.modules[name] for name in inside}
-
-    def verdict(root, *words):
-        seen, ours, path = Seen(), modules_of(ROOT), list(sys.path)
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        for name in ours:
-            del sys.modules[name]
-        # Switch off assertion rewriting and the plugins that collect garbage. Each would take longer than most of the
-        # tests that this function runs.
-        plugins = "unraisableexception", "threadexception", "faulthandler", "cacheprovider", "xdist"
-        words = *words, "-qx", "--assert=plain", f"--basetemp={tmp_path / 'tmp'}", "-c", root / "pyproject.toml"
-        words += tuple(f"-pno:{name}" for name in plugins)
-        with monkeypatch.context() as patch:
-            patch.chdir(root)
-            patch.setattr(sys, "path", [entry for entry in path if ".venv" in entry or not entry.startswith(str(ROOT))])
-            patch.setattr(sys, "dont_write_bytecode", True)
-            signal.signal(signal.SIGALRM, signal.default_int_handler)  # interrupts a test that hangs, as Ctrl-C would
-            signal.alarm(300)
-            status = pytest.main([str(word) for word in words], plugins=[seen])
-            signal.alarm(0)
-        for name in modules_of(root):
-            del sys.modules[name]
-        sys.modules.update(ours)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        torch.use_deterministic_algorithms(deterministic)
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        return status, seen
-
-    return verdict
-
-
 def commit_all(folder):
     """Create a git repository in a folder and commit all its files."""
     for words in ("init -q", "add .", "-c user.name=Test -c user.email=test@localhost commit -qm all"):
@@ -480,36 +417,21 @@ def commit_all(folder):
 
 
 def press_ctrl_c_at(pattern, command, folder, **environment):
-    """Run a command and send it SIGINT, as a terminal does on Ctrl-C, at the first line that matches the pattern.
+    """Run a command in a terminal and press Ctrl-C at the first line that matches the pattern.
 
-    Return (the command's stdout and stderr, its exit status). The status is None if SIGINT was sent.
+    Return (the output, the exit status). The status is None if Ctrl-C was pressed.
     """
-    child = subprocess.Popen(
-        command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+    import pexpect
 
-    def kill_in(seconds):
-        timer = threading.Timer(seconds, lambda: os.killpg(child.pid, signal.SIGKILL))
-        timer.start()
-        return timer
-
-    limit = kill_in(900)
-    printed, pressed = "", False
-    try:
-        for line in child.stdout:
-            printed += line
-            if not pressed and re.search(pattern, line):
-                pressed = True
-                os.killpg(child.pid, signal.SIGINT)
-                limit.cancel()
-                limit = kill_in(120)  # kills a command that hangs after SIGINT, as TensorBoard sometimes does
-        status = child.wait()
-    finally:
-        limit.cancel()
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-    return printed, None if pressed else status
+    words = {"cwd": folder, "env": os.environ | environment, "encoding": "utf-8", "timeout": None}
+    terminal, output = pexpect.spawn(command[0], command[1:], **words), io.StringIO()
+    terminal.logfile_read = output
+    pressed = terminal.expect([re.compile(pattern, re.MULTILINE), pexpect.EOF]) == 0
+    if pressed:
+        terminal.sendintr()
+        terminal.expect(pexpect.EOF)
+    terminal.close()
+    return output.getvalue().replace("\r\n", "\n"), None if pressed else terminal.exitstatus
 
 
 def give_packages(folder):
@@ -548,7 +470,7 @@ def run(tmp_path_factory, inductor_cache):
     folder), `steps` (the printed steps) and `losses`.
     """
 
-    def run(script, *args, torchrun=None, restarts=0, folder=ROOT, timeout=600, **environment):
+    def run(script, *args, torchrun=None, restarts=0, folder=ROOT, **environment):
         home = tmp_path_factory.mktemp("home")
         command = [sys.executable, str(folder / script), *map(str, args)]
         if torchrun:
@@ -560,7 +482,7 @@ def run(tmp_path_factory, inductor_cache):
         packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # keep the user's entries
         env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "offline"), *packages]))}
         env |= {"HOME": str(home), "TORCHINDUCTOR_CACHE_DIR": inductor_cache} | environment
-        done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True)
         done.left_behind = sorted(path.name for path in home.iterdir())
         done.steps = [match.groupdict() for match in STEP.finditer(done.stdout)]
         done.losses = [float(step["loss"]) for step in done.steps]

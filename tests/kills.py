@@ -24,7 +24,7 @@ import psutil
 import torch
 
 ROOT, EVERY = Path(__file__).resolve().parent.parent, 3
-LOSS, WEIGHTS = 0.004, 1.5e-3  # tolerances on a GPU; test_ranks.py checks that only a lost step exceeds them
+LOSS, WEIGHTS = 0.004, 1.5e-3  # tolerances on a GPU: rounding stays below them, and a lost step exceeds them
 
 
 def start(folder, args, steps):

@@ -8,12 +8,12 @@ float8. All attention implementations agree up to rounding.
 import copy
 import functools
 import math
-import re
 
-import attention as bench
 import pytest
 import torch
-from conftest import FP8, FP16_10, FP16S, MUON, REGIONAL, SCRIPTS, STEP, load, made_up_gpu, nano, play
+from conftest import FP8, FP16_10, FP16S, MUON, REGIONAL, SCRIPTS, STEP, lazily, load, made_up_gpu, nano, play
+
+bench = lazily("attention")
 
 
 def train(script, monkeypatch, steps, blow_up=()):
@@ -260,22 +260,3 @@ def test_the_peak_counts_what_is_held_at_once(fill, peak):
                 held.append(torch.empty(size))
 
     assert bench.peak_bytes(use, torch.device("cpu")) == peak
-
-
-def test_the_bench_prints_a_row_for_each_attention_and_length():
-    printed = play("measure/attention.py", "--seq-lens", 16, 64, "--batch-size", 1, "--heads", 2)
-    rows = [line for line in printed.splitlines() if re.match(r" +\d+  \w", line)]
-    assert [row.split()[0] for row in rows] == ["16"] * 5 + ["64"] * 5
-    for row in rows:
-        if "kernel not available" not in row:
-            numbers = re.findall(r"(\d+\.\d{3}) \((\d+\.\d{3})-(\d+\.\d{3})\) +(\d+\.\d\d) x", row)
-            assert len(numbers) == 2, row
-            for median, least, largest, ratio in numbers:
-                assert float(least) <= float(median) <= float(largest)
-                assert ratio == "1.00" or "written out" not in row
-    assert sum("kernel not available" not in row for row in rows) >= 6
-
-
-@pytest.mark.parametrize("wrong", [["--device", "cuda:99"], ["--batch-size", "0"], ["--dtype", "fp8"]])
-def test_the_bench_refuses_in_one_line(refused, wrong):
-    refused("measure/attention.py", *wrong)

@@ -19,18 +19,13 @@ from pathlib import Path
 
 import fineweb
 import numpy as np
-import pandas
 import pytest
-import tiktoken
 import torch
 import torch.nn.functional as F
-from conftest import NO_SCORES, ROOT, load, nano, watch
+from conftest import END, NO_SCORES, ROOT, TRAIN, encode, lazily, uneven, watch
 from fineweb import HEADER_BYTES, Shard, shard_path, write_shard
 
-TRAIN, END = "pretrain/train.py", 50256
-train = load(TRAIN)
-os.environ["TIKTOKEN_CACHE_DIR"] = str(ROOT / "tokenizer")
-encode = tiktoken.get_encoding("gpt2").encode_ordinary
+train = lazily("train")
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +51,8 @@ def tokens(documents):
 @pytest.fixture(scope="session")
 def files(documents, tmp_path_factory):
     """Return a folder with the documents as JSON Lines and as two Parquet files, and the last 30 also as text files."""
+    import pandas
+
     folder = tmp_path_factory.mktemp("corpus")
     rows = [json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents)]
     (folder / "all.jsonl").write_text("".join(rows), encoding="utf-8")
@@ -196,13 +193,6 @@ def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, ca
     assert len(lines) == 1 and re.match(f"fineweb.py: error: .*{pattern}", lines[0]), written
     assert {path: path.read_bytes() for path in here} == here
     assert (tmp_path / "new").exists() == ("alone" in case)
-
-
-def test_a_hub_that_cannot_be_reached_is_one_line(run, tmp_path):
-    done = run("pretrain/fineweb.py", "--out", tmp_path / "new", HF_HUB_OFFLINE="1")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "on the hub" in done.stderr and "without a network, give local files" in done.stderr
-    assert not (tmp_path / "new").exists()
 
 
 def public(tokens, magic=20240520, version=1, **_):
@@ -382,14 +372,6 @@ def test_of_a_text_the_last_tenth_is_held_out():
     text = encode((ROOT / "input.txt").read_text(encoding="utf-8"))
     assert loader.read(0, loader.size).tolist() + loader.validation.tolist() == text
     assert len(loader.validation) == math.ceil(len(text) / 10)
-
-
-def uneven():
-    """Return a nano model whose loss differs from token to token."""
-    model = nano(TRAIN, seed=0).eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2)
-    return model
 
 
 @pytest.mark.parametrize("B, world_size", [(1, 1), (5, 1), (16, 1), (2, 3), (7, 4)])

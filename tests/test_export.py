@@ -1,25 +1,15 @@
-"""A model exported to Hugging Face format gives the same logits, and samples follow the model's probabilities.
+"""A model exported to Hugging Face format gives the same logits, and samples follow the model's probabilities."""
 
-The first sample is printed word by word while it is generated.
-"""
-
-import os
-import shlex
 import signal
-import subprocess
 import sys
 
-import export_hf
 import pytest
 import tiktoken
 import torch
 from checkpoint import config_of, load_model
-from conftest import LONG, NO_SCORES, ROOT, load, nano, save_gpt2, watch
-from test_checkpoints import Command
-from test_corpus import END, TRAIN, encode, train, uneven
-from transformers import GPT2LMHeadModel
+from conftest import END, LONG, NO_SCORES, ROOT, TRAIN, Command, encode, lazily, load, nano, save_gpt2, uneven, watch
 
-sample = load("pretrain/sample.py")
+export_hf, sample, train = map(lazily, ("export_hf", "sample", "train"))
 
 
 SHORT = "--batch-size", 2, "--seq-len", 64, "--total-batch-size", 128, "--data", ROOT / "README.md"
@@ -188,34 +178,10 @@ def test_each_option_of_sampling_has_its_effect(write):
 @pytest.mark.slow
 def test_the_samples_of_a_command(run, small):
     words = "pretrain/sample.py", small, "--prompt", "O Romeo 漢", "--tokens", 20, "--samples", 3, "--device", "cpu"
-    done, again = run(*words), run(*words)
+    done = run(*words)
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert again.stdout == done.stdout
     assert done.stdout.count("O Romeo 漢") == 3
     assert len({text for text in done.stdout.split("O Romeo 漢")}) == 4
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    for reader in ("true", "head -c 1"):
-        head = ["bash", "-c", f"set -o pipefail; {shlex.join([sys.executable, *map(str, words)])} | {reader}"]
-        done = subprocess.run(head, cwd=ROOT, env=buffered, capture_output=True, text=True)
-        assert done.stderr == "" and done.returncode == 0, reader
-
-
-def test_a_sample_is_printed_as_it_comes(write, monkeypatch, capsys):
-    """Text is printed before the next token is computed. A multi-token character is printed once it is complete."""
-    printed, wanted = [], iter(encode("🙂 and 漢字 and more"))
-    forward = GPT2LMHeadModel.forward
-
-    def look(self, *args, **kwargs):
-        printed.append(capsys.readouterr().out)
-        found = forward(self, *args, **kwargs)
-        found.logits = torch.zeros_like(found.logits).index_fill_(-1, torch.tensor([next(wanted)]), 1.0)
-        return found
-
-    monkeypatch.setattr(GPT2LMHeadModel, "forward", look)
-    count = len(encode("🙂 and 漢字 and more"))
-    printed.append(write(uneven(), "--temperature", 0, "--tokens", count, "--prompt", "Oh "))
-    assert printed[0].strip() == "Oh" and "".join(printed) == "Oh 🙂 and 漢字 and more\n"
-    assert len([text for text in printed if text]) >= 5
 
 
 WRONG_SAMPLE = {

@@ -3,24 +3,12 @@
 import json
 import re
 
-import hellaswag
 import numpy as np
 import pytest
 import torch
-from conftest import EAGER, LONG, ROOT, play
-from test_corpus import encode, train, uneven
+from conftest import EAGER, LONG, ROOT, encode, lazily, play, question, uneven, write_questions
 
-
-def write_questions(path, count=40):
-    """Write questions from input.txt in HellaSwag's format. The right ending is the text that follows the context."""
-    words = (ROOT / "input.txt").read_text(encoding="utf-8").split()
-    rng, lines = np.random.default_rng(1), []
-    for label in rng.integers(4, size=count):
-        places = rng.integers(len(words) - 40, size=4)
-        endings = [" ".join(words[place + 12 : place + 20]) for place in places]
-        lines.append(example(endings, int(label), " ".join(words[places[label] : places[label] + 12])))
-    path.write_text("".join(lines), encoding="utf-8")
-    return path
+hellaswag, train = lazily("hellaswag"), lazily("train")
 
 
 class Liker(torch.nn.Module):
@@ -38,10 +26,6 @@ class Liker(torch.nn.Module):
         return logits
 
 
-def example(endings, label, context="The cat", **more):
-    return json.dumps({"ind": 1, "ctx": context, "endings": endings, "label": label} | more) + "\n"
-
-
 @torch.compiler.set_stance("force_eager")  # a different test runs the compiled model, as users do
 def scores(path, model):
     by_sum, by_mean, n = hellaswag.count_right(model, hellaswag.read_examples(path), 1024, torch.device("cpu"))
@@ -52,15 +36,19 @@ def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
     """Hand-made examples get the right scores. The " cat" logit is 1 above the " dog" logit and 20 above the rest."""
     long = "A much longer context, which costs a lot"
     lines = [  # (example, whether the sum picks the right ending, whether the mean picks it)
-        (example(["cat cat", "dog dog", "sun", "sun sun"], 0), True, True),
-        (example(["sun", "dog dog", "cat cat", "sun sun"], 0), False, False),
+        (question(["cat cat", "dog dog", "sun", "sun sun"], 0), True, True),
+        (question(["sun", "dog dog", "cat cat", "sun sun"], 0), False, False),
         # The negated logits of "sun" and "sun dog" have the sums 20 and 21 and the means 20 and 10.5.
-        (example(["sun dog", "sun sun", "sun", "sun sun sun"], 2), True, False),
-        (example(["sun sun", "sun", "dog dog dog dog dog dog", "cat sun sun cat cat"], 2), True, True),
-        (example(["dog dog dog", "cat sun cat cat cat cat cat cat cat cat cat cat", "sun", "sun"], 0), True, True),
+        (question(["sun dog", "sun sun", "sun", "sun sun sun"], 2), True, False),
+        (question(["sun sun", "sun", "dog dog dog dog dog dog", "cat sun sun cat cat"], 2), True, True),
+        (
+            question(["dog dog dog", "cat sun cat cat cat cat cat cat cat cat cat cat", "sun", "sun"], 0),
+            True,
+            True,
+        ),
         # The negated logits of "cat dog dog cat" and "dog" have the sums 2 and 1 and the means 0.5 and 1.
-        (example(["cat dog dog cat", "dog", "sun", "sun"], 0, context=long), False, True),
-        (example(["cat", "dog dog dog dog dog dog dog dog", "sun", "sun"], 0, context=long), True, True),
+        (question(["cat dog dog cat", "dog", "sun", "sun"], 0, context=long), False, True),
+        (question(["cat", "dog dog dog dog dog dog dog dog", "sun", "sun"], 0, context=long), True, True),
     ]
     (tmp_path / "x.jsonl").write_text("".join(line for line, _, _ in lines))
     expected = sum(by_sum for _, by_sum, _ in lines), sum(by_mean for _, _, by_mean in lines), len(lines)
@@ -84,7 +72,7 @@ def test_the_score_matches_one_text_at_a_time(tmp_path):
         ([text(rng.integers(1, 12)) for _ in range(4)], int(rng.integers(4)), text(rng.integers(1, 30)))
         for _ in range(12)
     ]
-    (tmp_path / "x.jsonl").write_text("".join(example(endings, label, context) for endings, label, context in rows))
+    (tmp_path / "x.jsonl").write_text("".join(question(endings, label, context) for endings, label, context in rows))
     model, right = uneven(), np.zeros(2, dtype=int)
     for endings, label, context in rows:
         costs = []
@@ -105,13 +93,16 @@ def test_the_score_matches_one_text_at_a_time(tmp_path):
 @torch.no_grad()
 def test_a_text_longer_than_the_model_keeps_its_ending(tmp_path):
     long = " ".join(["sun"] * 1500)
-    (tmp_path / "x.jsonl").write_text(example(["sun", "cat", "sun", "sun"], 1, context=long))
+    (tmp_path / "x.jsonl").write_text(question(["sun", "cat", "sun", "sun"], 1, context=long))
     assert scores(tmp_path / "x.jsonl", Liker(encode(" cat")[0])) == (1, 1, 1)
 
 
 @torch.no_grad()
 def test_a_context_may_be_empty_and_a_line_may_hold_any_character(tmp_path):
-    lines = [example(["sun", "cat", "sun", "sun"], 1, context=""), example(["sun", "cat\u2028", "sun", "sun"], 1)]
+    lines = [
+        question(["sun", "cat", "sun", "sun"], 1, context=""),
+        question(["sun", "cat\u2028", "sun", "sun"], 1),
+    ]
     text = "".join(json.dumps(json.loads(line), ensure_ascii=False) + "\n" for line in lines)
     (tmp_path / "x.jsonl").write_text(text, encoding="utf-8")
     assert len(hellaswag.read_examples(tmp_path / "x.jsonl")) == 2
@@ -125,9 +116,12 @@ WRONG_EXAMPLE = {
     "an empty file": ("", "after 0 examples: it is empty"),
     "not JSON": ('{"ctx": "The cat', "JSON parse error.* row 1"),
     "no context": ('{"endings": ["a", "b", "c", "d"], "label": 0}', "after 1 examples: .*None"),
-    "three endings": (example(["a", "b", "c"], 0), "after 1 examples: 3 endings"),
-    "an ending longer than the model": (example(["a", "b", "c", "sun " * 1100], 0), r"after 1 examples: .*, 110\d\]"),
-    "no such label": (example(["a", "b", "c", "d"], 4), "after 1 examples: .*label 4"),
+    "three endings": (question(["a", "b", "c"], 0), "after 1 examples: 3 endings"),
+    "an ending longer than the model": (
+        question(["a", "b", "c", "sun " * 1100], 0),
+        r"after 1 examples: .*, 110\d\]",
+    ),
+    "no such label": (question(["a", "b", "c", "d"], 4), "after 1 examples: .*label 4"),
     "a list": ("[1, 2]", "after 0 examples: "),
 }
 
@@ -135,7 +129,7 @@ WRONG_EXAMPLE = {
 @pytest.mark.parametrize("case", WRONG_EXAMPLE)
 def test_an_invalid_example_is_refused_in_one_line(case, tmp_path):
     line, pattern = WRONG_EXAMPLE[case]
-    (tmp_path / "x.jsonl").write_text(example(["a", "b", "c", "d"], 2) + line + "\n" if line else "")
+    (tmp_path / "x.jsonl").write_text(question(["a", "b", "c", "d"], 2) + line + "\n" if line else "")
     with pytest.raises(ValueError, match=pattern):
         hellaswag.read_examples(tmp_path / "x.jsonl")
 

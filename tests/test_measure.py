@@ -1,4 +1,4 @@
-"""`make ladder` measures correctly, stays within its time budget, and can continue a measurement on a different host.
+"""`make ladder` measures correctly, and a measurement that is interrupted can be continued, also on a different host.
 
 Medians, ratios and percentages of peak are checked on logs with known answers. The measured speed is checked against an
 external clock. The peers (training loops around `transformers`) are compared with rung 10 in their losses, gradient
@@ -17,21 +17,17 @@ import sys
 import time
 from types import SimpleNamespace
 
-import compare
 import pytest
-import record
-import render
 import torch
-from conftest import EAGER, ROOT, copy_project, load, made_up_gpu, play, press_ctrl_c_at, since
+from conftest import EAGER, ROOT, SCRIPTS, lazily, load, made_up_gpu, play, press_ctrl_c_at, since
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import measure
-
+measure, record, render, compare = map(lazily, ("measure", "record", "render", "compare"))
+LADDER = SCRIPTS[:12]
 MACHINE = {"device": "cpu", "name": "Made Up(R) 9000", "cpu": "Made Up", "capability": "AVX2", "cores": 2, "threads": 2}
 MACHINE |= {"memory_gib": 8.0, "torch": "2", "python": "3", "system": "Linux"}
 MACHINE |= dict.fromkeys(("device_memory_gib", "driver", "cuda", "cudnn", "gpu_id"))
 GPU = MACHINE | {"device": "cuda", "threads": 2, "device_memory_gib": 80.0, "driver": "1", "cuda": "1", "cudnn": 91501}
-HOST = {"id": "0", "gpu": None} | {key: value for key, value in MACHINE.items() if key not in measure.MACHINE}
 
 # ---- arithmetic
 
@@ -69,7 +65,7 @@ def measurement(*rows, **ceilings):
         "finished": "2026-01-02T03:14:05+00:00",
         "complete": True,
         "commits": ["0123456789" * 4],
-        "hosts": [dict(HOST)],
+        "hosts": [{"id": "0", "gpu": None} | {k: v for k, v in MACHINE.items() if k not in measure.MACHINE}],
         "roof": {"flops_per_token": 2_000_000_000, "ceilings_tflops": ceilings, "copy_gb_per_s": 20.0, "matmul": []},
         "rows": list(rows),
         "batches": [],
@@ -166,32 +162,11 @@ def test_a_log_cut_in_half_keeps_its_whole_lines():
             assert run["error"] == f"ended after {len(run['times_ms'])} of 20 steps"
 
 
-def test_steps_of_zero_length_are_no_speed():
-    data = measurement(made("a", [SLOW]), made("b", [[5.0] * 10 + [0.0] * 10], "a"))
-    assert "took no time" in data["rows"][1]["error"]
-    assert data["rows"][1]["tokens_per_s"] is None
-
-
 def test_a_precision_that_the_device_lacks_is_not_held_against_it():
     lines = "no TF32 here: it takes a GPU\nno bf16 here: it takes a GPU that\n"
     assert record.precision_used("bf16", "") == "bf16"
     assert record.precision_used("tf32", lines) == record.precision_used("bf16", lines) == "float32"
     assert record.precision_used("bf16", "no bf16 here") == "tf32"
-
-
-@pytest.mark.parametrize("start", [1, 16, 32, 4096])
-@pytest.mark.parametrize("limit", [0, 1, 3, 16, 40, 64, 127, 128, 10**9])
-def test_the_largest_size_that_fits_is_found_in_few_trials(limit, start):
-    trials = []
-
-    def fits(size):
-        trials.append(size)
-        return size <= limit
-
-    assert measure.largest(fits, start) == max((2**n for n in range(13) if 2**n <= limit), default=0)
-    assert len(trials) == len(set(trials)) <= 14
-    if start == 16:
-        assert trials == [16, 64, 128, 256, 512, 1024, 2048, 4096][: len(trials)] or limit < 64
 
 
 # ---- peers
@@ -242,7 +217,7 @@ def rung_10(updates):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
+@pytest.mark.parametrize("peer", ["compiled", "trainer"])
 def test_a_peer_does_the_task_of_rung_10(peer, updates, rung_10):
     done = updates("measure/peers.py", peer, **EAGER if peer == "trainer" else {})  # compiling one peer is enough
     assert done.losses == pytest.approx(rung_10.losses, abs=4e-3)  # padding rows and bf16 change the losses slightly
@@ -298,7 +273,7 @@ def watched():
     return watched
 
 
-@pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
+@pytest.mark.parametrize("peer", ["compiled", "trainer"])
 def test_a_peers_step_is_timed_with_its_batch(peer, watched):
     steps = "".join(f"{event} " for event in watched(peer)[0] if event != "compile").split("clock ")[1::2]
     # Trainer prefetches one batch, so the first step fetches two. It reads the clock again to log the run at the end.
@@ -308,11 +283,11 @@ def test_a_peers_step_is_timed_with_its_batch(peer, watched):
     assert [sorted(step.split()) for step in steps] == 3 * [["backward", "forward", "next_batch", "step"]]
 
 
-@pytest.mark.parametrize("peer, fast", [("plain", False), ("compiled", True), ("trainer", True)])
-def test_a_peer_named_compiled_bf16_is_compiled_and_in_bf16(peer, fast, watched):
+@pytest.mark.parametrize("peer", ["compiled", "trainer"])
+def test_a_peer_named_compiled_bf16_is_compiled_and_in_bf16(peer, watched):
     events, dtypes = watched(peer)
-    assert events.count("compile") == int(fast)
-    assert dtypes == 3 * [torch.bfloat16 if fast else torch.float32]
+    assert events.count("compile") == 1
+    assert dtypes == 3 * [torch.bfloat16]
 
 
 def test_the_peers_have_the_attention_that_transformers_takes_by_default():
@@ -323,7 +298,7 @@ def test_the_peers_have_the_attention_that_transformers_takes_by_default():
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0)])  # V100, T4, A100
-@pytest.mark.parametrize("peer", ["plain", "compiled", "trainer"])
+@pytest.mark.parametrize("peer", ["compiled", "trainer"])
 def test_a_peer_leaves_out_what_a_gpu_only_emulates_as_rung_10_does(peer, capability, monkeypatch, capsys):
     peers = load("measure/peers.py")
 
@@ -332,32 +307,13 @@ def test_a_peer_leaves_out_what_a_gpu_only_emulates_as_rung_10_does(peer, capabi
         asked.append(use_bf16)
 
     asked = []
-    monkeypatch.setattr(peers, "trainer" if peer == "trainer" else "plain", look)
+    monkeypatch.setattr(peers, "trainer" if peer == "trainer" else "plain", look)  # plain() also runs "compiled"
     monkeypatch.setattr("sys.argv", f"peers.py {peer} --model nano --batch-size 1 --seq-len 8".split())
     with made_up_gpu(None, capability):
         peers.main()
-    printed, fast = capsys.readouterr().out, peer != "plain"
-    assert asked == [fast and capability >= (8, 0)]
-    used = record.precision_used("bf16", printed) if fast else "float32"
-    assert used == ("bf16" if asked[0] else "float32")
-    assert ("no bf16 here\n" in printed) == ("no TF32 here\n" in printed) == (fast and capability < (8, 0))
-
-
-@pytest.mark.parametrize(
-    "words", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "CUDA out of memory. Tried to"]
-)
-def test_a_peer_out_of_memory_prints_one_line(words, monkeypatch, capsys):
-    peers = load("measure/peers.py")
-
-    def fail(*args):
-        raise RuntimeError(words)
-
-    monkeypatch.setattr(peers, "plain", fail)
-    monkeypatch.setattr("sys.argv", "peers.py plain --model nano --batch-size 1 --seq-len 8 --device cpu".split())
-    with pytest.raises(SystemExit) as exit:
-        peers.main()
-    assert exit.value.code == "peers.py: error: out of memory with B 1 and T 8"
-    assert record.too_large(exit.value.code) == "memory"
+    printed = capsys.readouterr().out
+    assert asked == [capability >= (8, 0)]
+    assert record.precision_used("bf16", printed) == ("bf16" if asked[0] else "float32")
 
 
 def test_a_peers_clock_waits_for_the_gpu():
@@ -370,218 +326,23 @@ def test_a_peers_clock_waits_for_the_gpu():
 
 # ---- a measurement of made-up scripts
 
-SCRIPT = """
-import os, sys, time, pathlib
-name, here = pathlib.Path(__file__).name, pathlib.Path(__file__).parent
-flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-B, T, steps = (int(flags[f"--{flag}"]) for flag in ("batch-size", "seq-len", "steps"))
-with open(here / "order.txt", "a") as file:
-    print(name, B, steps, file=file)
-if B * T + 1 > 10_000:
-    sys.exit(print(f"{name}: error: 10000 tokens, but B {B} and T {T} need more", file=sys.stderr) or 2)
-broken = here / f"{name}.broken"
-if broken.exists() or B > LIMIT:
-    print(f"{name}: error: out of memory with B {B} and T {T}: lower it", file=sys.stderr)
-    status = int(broken.read_text()) if broken.exists() else 1
-    sys.exit(status) if status > 0 else os.kill(os.getpid(), -status)
-print(f"device cpu (made up) | torch 2 | nano 1,000 parameters | B {B} T {T}")
-for step in range(steps):
-    print(f"step {step:4d} | loss {9 - step / 10:.6f} | dt {TIME * B:8.2f} ms | {1:10,.0f} tok/s", flush=True)
-    while (here / f"{name}.slow").exists():
-        time.sleep(0.01)
-print(f"median of steps 0-1: 1.00 ms, 1 tok/s, peak memory {B:.2f} GiB")
-"""
-GROUPS = dict.fromkeys(render.GROUPS, 1.0)
-PROFILE = {"groups_ms": GROUPS, "attention": "flash", "reserved_gib": 2.5}
-
-
-def test_the_rows_are_the_twelve_scripts_and_what_is_asked_for():
-    ladder = """
-        baseline.py speedup_01_weight_tying.py speedup_02_tf32.py speedup_03_bf16.py speedup_04_residual_init.py
-        speedup_05_compile.py speedup_06_flash_attn.py speedup_07_vocab_pad.py speedup_08_adamw_clip.py
-        speedup_09_cosine_lr.py speedup_10_fused_adamw.py ddp_run.py
-    """.split()
-    names = (
-        "fsdp_run fp16_grad_scaler chunked_loss activation_checkpointing muon regional_compile fp8_head fp16_rung_10"
-    )
-    branches = [f"branches/{name}.py" for name in names.split()]
-    peers = ["ddp_run.py under torchrun", "transformers, plain loop", "transformers, bf16, compiled"]
-    peers.append("transformers.Trainer")
-    for wanted, row_names in (
-        ({}, ladder),
-        ({"branches": True}, ladder + branches),
-        ({"peers": True}, ladder + peers),
-        ({"peers": True, "branches": True}, ladder + branches + peers),
-        ({"only": ["05", "06"]}, ladder[4:7]),  # 04 is added as the previous rung of 05
-        ({"only": ["baseline", "fp16"]}, [ladder[0], ladder[3], branches[1]]),
-        ({"only": ["chunked", "activation"]}, [ladder[10], *branches[2:4]]),
-        ({"only": ["ddp"], "peers": True}, ladder[10:] + peers),
-    ):
-        assert [row.name for row in measure.rows(**wanted)] == row_names
-
-
+GROUPS = ["matmul", "attention", "softmax and loss", "normalisation and element-wise", "optimizer", "copies", "idle"]
+PROFILE = {"groups_ms": dict.fromkeys(GROUPS, 1.0), "attention": "flash", "reserved_gib": 2.5}
 SETTINGS = {"model": "nano", "batch_size": 2, "seq_len": 16, "steps": 1, "device": "cpu"}
-SCRIPTS = [row.words[0] for row in measure.rows(peers=False, branches=True)]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [SCRIPTS[10], "ddp_run.py", "branches/fsdp_run.py"])
 def test_a_row_counts_the_tokens_that_its_script_trains_on(script):
-    (row,) = (row for row in measure.rows(peers=False, branches=True) if row.words[0] == script)
+    (row,) = (row for row in measure.rows(branches=True) if row.words[0] == script)
     printed = play(*measure.command(row, SETTINGS))
     ms, rate = re.search(r"dt +(\S+) ms \| +(\S+) tok/s", printed).groups()
     assert float(rate.replace(",", "")) * float(ms) / 1000 == pytest.approx(2 * 16, rel=0.05)
 
 
-@pytest.fixture
-def made_up(tmp_path):
-    """Create a project of three fake scripts with a fake peak, machine and profiler.
-
-    c.py runs out of memory for batch sizes above 12.
-    """
-    for folder in ("measure", "dev"):
-        copy_project(tmp_path, folder)
-    (tmp_path / "results").mkdir()
-    (tmp_path / "input.txt").touch()
-    shutil.copy(ROOT / "results" / "ladder.schema.json", tmp_path / "results")
-    rows = "".join(
-        f'[[rung]]\nfile = "{name}.py"\ntitle = ""\nidea = ""\ntouches = []\nlimit = 1\nprecision = "float32"\n'
-        for name in "abc"
-    )
-    (tmp_path / "ladder.toml").write_text(rows)
-    for name, ms, limit in (("a", 8, 9), ("b", 4, 9), ("c", 2, 12)):
-        (tmp_path / f"{name}.py").write_text(SCRIPT.replace("TIME", str(ms)).replace("LIMIT", str(limit)))
-    ceiling = measurement(made("a", [SLOW]), float32=0.5)["roof"]
-    (tmp_path / "measure" / "roof.py").write_text(f"print('''{json.dumps(ceiling)}''')")
-
-    def on(found):
-        (tmp_path / "measure" / "machine.py").write_text(f"print('''{json.dumps(found)}''')")
-
-    on(MACHINE)
-    (tmp_path / "measure" / "kernels.py").write_text(
-        "import json, runpy, sys\nsys.argv.pop(0)\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
-        f"print(json.dumps({PROFILE}))\n"
-    )
-
-    def call(*arguments):
-        words = [sys.executable, "measure/measure.py", "--model", "nano", "--steps", "4", *map(str, arguments)]
-        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-
-    def order():
-        lines = (tmp_path / "order.txt").read_text().splitlines()
-        (tmp_path / "order.txt").write_text("")
-        return [line.split(".")[0] for line in lines]
-
-    def result(folder=None):
-        (path,) = (folder or tmp_path / "results").glob("**/ladder.json")
-        return path, record.read(path)  # record.read() also validates the file
-
-    return SimpleNamespace(folder=tmp_path, call=call, order=order, result=result, on=on)
-
-
-def test_the_passes_are_interleaved_and_all_is_written(made_up):
-    done = made_up.call("--repeat", 2, "--profile")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert made_up.order() == list("abc" + "abc" + "cba")  # first pass, profiles, second pass in reverse
-    path, data = made_up.result()
-    assert path.parent.name.startswith("cpu-made-up-r-9000-20")
-    assert [row["tokens_per_s"] for row in data["rows"]] == [4 * 128 / 0.032, 4 * 128 / 0.016, 4 * 128 / 0.008]
-    assert [row["over_baseline"]["median"] for row in data["rows"]] == [1, 2, 4]
-    assert [row["profile"] | PROFILE for row in data["rows"]] == [row["profile"] for row in data["rows"]]
-    assert data["finished"] and data["rows"][0]["runs"][1]["pass"] == 1
-    assert data["rows"][0]["runs"][0]["cold"] and not data["rows"][0]["runs"][1]["cold"]
-    plots = {f"{name}.svg" for name in ("tokens", "memory", "loss-steps", "loss-time", "kernels")}
-    assert {file.name for file in path.parent.iterdir()} == plots | {"ladder.json", "summary.txt"}
-    assert (path.parent / "summary.txt").read_text() in done.stdout
-    again = made_up.call("--repeat", 2, "--profile")
-    assert again.returncode == 0 and made_up.order() == []  # nothing was left to do
-    assert made_up.result()[1] == data
-
-
-@pytest.mark.parametrize("git", [None, "exit 128"])
-def test_without_git_the_commit_is_unknown_and_all_is_measured(made_up, monkeypatch, git):
-    (made_up.folder / "bin").mkdir()
-    if git:
-        (made_up.folder / "bin" / "git").write_text(f"#!/bin/sh\n{git}\n")
-        (made_up.folder / "bin" / "git").chmod(0o755)
-    monkeypatch.setenv("PATH", str(made_up.folder / "bin"))
-    done = made_up.call("--profile")
-    assert (done.returncode, done.stderr) == (0, "") and "Commit unknown" in done.stdout
-    data = made_up.result()[1]
-    assert data["complete"] and data["commits"] == [None]
-
-
-@pytest.mark.parametrize("broken", [{"a": 2}, {"b": 1, "c": -9}])
-def test_a_script_that_fails_is_a_row_and_is_tried_again(made_up, broken):
-    for name, status in broken.items():
-        (made_up.folder / f"{name}.py.broken").write_text(str(status))
-    done = made_up.call("--repeat", 2, "--profile")
-    assert (done.returncode, done.stderr) == (0, "") and made_up.order() == list("abc" + "abc" + "cba")
-    for name, status in broken.items():
-        said = f"{name}.py: error: out of memory with B 4 and T 128" if status > 0 else "killed by SIGKILL"
-        assert f"pass 1/2  {name}.py: {said}" in done.stdout
-    _, data = made_up.result()
-    assert [row["name"][0] for row in data["rows"] if row["error"]] == list(broken) and data["finished"]
-    for name in broken:
-        (made_up.folder / f"{name}.py.broken").unlink()
-    done = made_up.call("--repeat", 2, "--profile")
-    again = list(broken)
-    assert done.returncode == 0 and made_up.order() == again + again + again[::-1]
-    assert "measured already: failed runs are retried" in done.stdout
-    assert [row["error"] or row["profile"]["error"] for row in made_up.result()[1]["rows"]] == [None] * 3
-
-
-def test_all_failing_is_a_failure_after_one_pass(made_up):
-    done = made_up.call("--repeat", 3, "--profile", "--batch-size", 100)
-    assert done.returncode == 1 and done.stderr == "measure.py: error: every script failed\n"
-    assert (
-        done.stdout.count("a.py: error: 10000 tokens, but B 100 and T 128 need more") == 2
-    )  # printed when the error occurred, and again in the table
-    assert made_up.order() == list("abc")
-    made_up.call("--repeat", 3, "--profile", "--batch-size", 100)
-    assert made_up.order() == list("abc")  # running the command again tries each script once more
-
-
-@pytest.mark.parametrize(
-    "sent, status", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
-def test_ctrl_c_keeps_the_measurements_and_the_same_command_continues(made_up, sent, status):
-    (made_up.folder / "b.py.slow").touch()
-    words = [sys.executable, "measure/measure.py", "--model", "nano", "--steps", "4"]
-    child = subprocess.Popen(words, cwd=made_up.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while "pass 1/1  a.py" not in child.stdout.readline():
-        assert child.poll() is None
-    while "b.py" not in (made_up.folder / "order.txt").read_text():
-        time.sleep(0.01)
-    os.kill(child.pid, sent)
-    printed, errors = child.communicate(timeout=60)
-    assert child.returncode == status and "Traceback" not in errors
-    assert re.search(r"^a\.py .* 1\.00×", printed, re.MULTILINE)
-    assert re.search(r"^c\.py +not measured yet", printed, re.MULTILINE)
-    assert "pass 1: 1 of 3 rows: a.py\nleft: pass 1\nnot finished: run the same command again" in printed
-    _, data = made_up.result()
-    assert [len(row["runs"]) for row in data["rows"]] == [1, 0, 0] and not data["finished"]
-    (made_up.folder / "b.py.slow").unlink()
-    assert made_up.order() == list("ab")
-    assert made_up.call().returncode == 0 and made_up.order() == list("bc")
-    assert made_up.result()[1]["finished"]
-
-
-@pytest.mark.slow
-def test_the_budget_ends_a_run_that_is_too_long_and_what_was_measured_stays(made_up):
-    (made_up.folder / "b.py.slow").touch()
-    done = made_up.call("--repeat", 2, "--budget", 0.15)
-    assert (done.returncode, done.stderr) == (0, "")
-    for line in ("the budget is spent", "pass 1: 1 of 3 rows: a.py", "pass 2: 0 of 3 rows", "left: pass 1, pass 2"):
-        assert f"{line}\n" in done.stdout
-    assert done.stdout.endswith("not finished: run the same command again\n")
-    data = made_up.result()[1]
-    assert [len(row["runs"]) for row in data["rows"]] == [1, 0, 0] and not data["finished"] and not data["complete"]
-    (made_up.folder / "b.py.slow").unlink()
-    made_up.order()
-    assert made_up.call("--repeat", 2).returncode == 0 and made_up.order() == list("bccba")
-    data = made_up.result()[1]
-    assert data["finished"] and data["complete"]
-    assert data["command"] == "python measure/measure.py --model nano --steps 4 --repeat 2"
+def test_a_script_runs_without_variables_that_change_its_precision_or_its_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    look = "import os; print(os.environ.get('NVIDIA_TF32_OVERRIDE'), os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    assert measure.execute(["-c", look], tmp_path) == (f"None {tmp_path}\n", "", 0)
 
 
 @pytest.fixture
@@ -646,53 +407,70 @@ def alike(data):
     return [alike(value) for value in data] if isinstance(data, list) else data
 
 
-EVERYTHING = "--only 05 --repeat 2 --peers --profile --batches --fit".split()
+EVERYTHING = "--only 05 --repeat 2 --peers --profile --batches".split()
 
 
-def test_a_measurement_interrupted_and_moved_to_other_hosts_is_complete(in_process, tmp_path):
+@pytest.mark.parametrize("cut", [2, 13, 25])
+def test_a_measurement_interrupted_and_moved_to_other_hosts_is_complete(in_process, tmp_path, cut):
     whole = in_process.call(*EVERYTHING, out=tmp_path / "whole")
-    runs = len(in_process.state.ran)
-    assert whole["complete"] and len(whole["hosts"]) == 1 and runs > 40
-    for cut in range(0, runs, 4):
-        out = tmp_path / f"cut-{cut}"
-        for call in range(3):
-            in_process.call(*EVERYTHING, out=out, cut=cut if call == 0 else 5, host=f"host {call}")
-        data = in_process.call(*EVERYTHING, out=out, host="the last")
-        assert alike(data) == alike(whole), cut
-        for number in range(2):
-            assert len({run["host"] for row in data["rows"] for run in row["runs"] if run["pass"] == number}) == 1
-        assert {run["host"] for row in data["rows"] for run in row["runs"]} <= {host["id"] for host in data["hosts"]}
-        shutil.rmtree(out)
+    assert whole["complete"] and len(whole["hosts"]) == 1 and len(in_process.state.ran) > 25
+    for call in range(3):
+        in_process.call(*EVERYTHING, cut=cut if call == 0 else 5, host=f"host {call}")
+    data = in_process.call(*EVERYTHING, host="the last")
+    assert alike(data) == alike(whole)
+    for number in range(2):
+        assert len({run["host"] for row in data["rows"] for run in row["runs"] if run["pass"] == number}) == 1
 
 
-def test_on_another_host_what_has_no_figure_comes_first(in_process):
-    words = "--repeat", 1
-    in_process.call(*words, cut=5)
-    data = in_process.call(*words, host="another", cut=10)
-    assert all(row["runs"] for row in data["rows"]) and data["finished"] and not data["complete"]
-    assert [script.split()[0] for script in in_process.state.ran[7:]] == [row["name"] for row in data["rows"][:3]]
-    assert data["rows"][5]["over_before"] is None  # no ratio, because the two rungs ran on different hosts
-    assert in_process.call(*words, host="another")["complete"]
-
-
-def test_on_hosts_that_are_always_new_every_pass_comes_to_its_end(in_process):
-    for host in range(12):
-        data = in_process.call("--repeat", 2, "--peers", host=f"host {host}", cut=5)
-    assert all(len(row["runs"]) == 2 for row in data["rows"]) and not data["complete"]
-    assert data["rows"][-1]["over_before"] is None  # no ratio, because rung 10 ran on a different host
-    data = in_process.call("--repeat", 2, "--peers", host="the last")
-    assert data["complete"] and data["rows"][-1]["over_before"]
-
-
-def test_the_same_host_continues_where_it_stopped(in_process):
+def test_the_passes_are_interleaved_and_the_same_command_continues_without_repeating(in_process):
     in_process.call("--repeat", 2, cut=5)
+    first = in_process.state.ran[:5]
     data = in_process.call("--repeat", 2)
-    assert len(data["hosts"]) == 1 and data["complete"] and len(in_process.state.ran) == 24 - 5
-    assert in_process.call("--repeat", 2, host="another") == data  # nothing is left to measure
+    assert len(data["hosts"]) == 1 and data["complete"]
+    ran = [words.split()[0] for words in first + in_process.state.ran]
+    assert ran == [*LADDER, *reversed(LADDER)]
+    assert in_process.call("--repeat", 2) == data and not in_process.state.ran  # nothing is left to measure
 
 
-@pytest.mark.parametrize("other", [{"torch": "3"}, {"cuda": "2"}, {"name": "Another GPU"}])
-def test_another_gpu_torch_or_cuda_is_another_measurement(in_process, monkeypatch, capsys, other):
+def test_a_script_that_fails_is_a_row_and_is_tried_again(in_process, monkeypatch):
+    execute = measure.execute
+
+    def fail(words, *more):
+        if words[0] == SCRIPTS[3]:
+            return "", f"{words[0]}: error: out of memory with B 4 and T 1024: lower it", 1
+        return execute(words, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "execute", fail)
+        data = in_process.call("--repeat", 1)
+    assert [row["name"] for row in data["rows"] if row["error"]] == [SCRIPTS[3]]
+    data = in_process.call("--repeat", 1)
+    assert [words.split()[0] for words in in_process.state.ran] == [SCRIPTS[3]]
+    assert [row["error"] for row in data["rows"]] == [None] * 12
+
+
+@pytest.mark.parametrize("words, says", [(["--repeat", 3], "settings"), (["--steps", 5], "settings")])
+def test_another_measurement_is_never_written_over(in_process, tmp_path, capsys, words, says):
+    in_process.call("--repeat", 1)
+    before = (tmp_path / "out" / "ladder.json").read_bytes()
+    with pytest.raises(SystemExit):
+        in_process.call(*words)
+    assert f"has a measurement with different {says}: use another folder" in capsys.readouterr().err
+    assert (tmp_path / "out" / "ladder.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("visible, second", [(None, "1"), ("4,7", "7"), ("MIG-4ab, MIG-7cd", "MIG-7cd")])
+def test_only_the_chosen_gpu_is_visible(in_process, monkeypatch, visible, second):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    ask = measure.ask
+    on_second = {"machine.py": {"device": "cuda:1"}}
+    monkeypatch.setattr(measure, "ask", lambda tool, *words: ask(tool, *words) | on_second.get(tool, {}))
+    in_process.call("--only", "baseline", "--repeat", 1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == second and "--device cuda" in in_process.state.ran[0]
+
+
+@pytest.mark.parametrize("other", [{"torch": "3"}, {"name": "Another GPU"}])
+def test_another_gpu_or_torch_is_another_measurement(in_process, monkeypatch, capsys, other):
     in_process.call("--repeat", 2, cut=5)
     ask = measure.ask
     monkeypatch.setattr(measure, "ask", lambda *words: ask(*words) | other)
@@ -701,154 +479,12 @@ def test_another_gpu_torch_or_cuda_is_another_measurement(in_process, monkeypatc
     assert "has a measurement with different machine: use another folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "runs, expected",
-    [
-        (4, {"ladder": 4}),
-        (13, {"ladder": 12, "profile": 1}),
-        (28, {"ladder": 12, "profile": 12, "batches": 4}),
-        (36, {"ladder": 12, "profile": 12, "batches": 8, "peers": 4}),
-        (40, {"ladder": 12, "profile": 15, "batches": 8, "peers": 5}),  # the second pass, reversed, starts with a peer
-        (55, {"ladder": 24, "profile": 15, "batches": 8, "peers": 8}),
-    ],
-)
-def test_what_a_budget_is_spent_on_first_is_worth_most(in_process, runs, expected):
-    data = in_process.call("--repeat", 2, "--peers", "--profile", "--batches", cut=runs)
-    ran = {kind: 0 for kind in ("ladder", "profile", "batches", "peers")}
-    for line in in_process.state.ran:
-        kind = "profile" if "kernels.py" in line else "batches" if "--compile-mode" in line else "ladder"
-        ran["peers" if re.match("measure/peers.py|-m torch", line) else kind] += 1
-    assert ran == dict.fromkeys(ran, 0) | expected
-    assert bool(data["finished"]) == (ran["ladder"] >= 12) and data["complete"] == (runs == 55)
-
-
 def test_every_first_pass_compiles_with_nothing_in_the_cache_and_no_other(in_process, tmp_path):
     (tmp_path / "out-cache" / "baseline_py" / "kernels").mkdir(parents=True)  # left by an earlier run: must not be used
     data = in_process.call("--repeat", 2, "--profile", cut=30)
     data = in_process.call("--repeat", 2, "--profile")
     assert [[run["cold"] for run in row["runs"]] for row in data["rows"]] == [[True, False]] * 12
     assert {row["first_step_s"] for row in data["rows"]} == {0.999}
-
-
-def test_another_measurement_is_never_written_over(made_up):
-    assert made_up.call().returncode == 0
-    path, _ = made_up.result()
-    before = path.read_bytes()
-    done = made_up.call("--repeat", 5, "--out", path.parent)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "has a measurement with different settings: use another folder" in done.stderr
-    assert path.read_bytes() == before
-    assert made_up.call("--repeat", 5).returncode == 0  # without --out, measure.py creates a new folder
-    other = path.parent.with_name(f"{path.parent.name}-2")
-    assert made_up.result(other)[1]["settings"]["repeat"] == 5
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--batch-size", 0], "at least 1"),
-        (["--steps", "many"], "many"),
-        (["--fit"], "--fit needs a GPU"),
-        (["--budget", 0], "--budget must be more than 0"),
-        (["--only", "a", "z"], "--only z: expected one of a, b, c"),
-        (["--out", "a.py"], "a.py"),
-        (["--out", "broken"], "ladder.json is not a measurement"),
-        (["--out", "foreign"], "ladder.json is not a measurement"),
-    ],
-)
-def test_a_mistake_is_one_line(made_up, arguments, said):
-    for name, text in (("broken", '{"settings": {'), ("foreign", '{"speed": "fast"}')):
-        (made_up.folder / name).mkdir()
-        (made_up.folder / name / "ladder.json").write_text(text)
-    done = made_up.call(*arguments)
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("measure.py: error: ") and said in done.stderr
-    assert (made_up.folder / "broken" / "ladder.json").read_text() == '{"settings": {'
-    assert [path.name for path in (made_up.folder / "results").iterdir()] == ["ladder.schema.json"]
-
-
-@pytest.mark.parametrize(
-    "visible, second",
-    [(None, "1"), ("4,7", "7"), ("4, 7", "7"), ("GPU-4ab,GPU-7cd", "GPU-7cd"), ("MIG-4ab,MIG-7cd", "MIG-7cd")],
-)
-def test_one_gpu_alone_is_measured_and_nothing_overrides_its_precision(made_up, monkeypatch, visible, second):
-    machine = MACHINE | {"device": "cuda:1", "device_memory_gib": 80.0, "driver": "1", "cuda": "1"}
-    (made_up.folder / "measure" / "machine.py").write_text(f"print('''{json.dumps(machine)}''')")
-    look = "import os, sys\nopen('seen.txt', 'a').write(f'{dict(os.environ)} {sys.argv}\\n')\n"
-    (made_up.folder / "a.py").write_text(look + (made_up.folder / "a.py").read_text())
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    assert made_up.call("--repeat", 1).returncode == 0
-    seen = (made_up.folder / "seen.txt").read_text()
-    assert f"'CUDA_VISIBLE_DEVICES': '{second}'" in seen and "'--device', 'cuda'" in seen
-    assert "NVIDIA_TF32_OVERRIDE" not in seen
-
-
-def test_other_sources_are_another_measurement(made_up):
-    assert made_up.call().returncode == 0
-    with (made_up.folder / "b.py").open("a") as file:
-        file.write("# edited\n")
-    made_up.order()
-    assert made_up.call().returncode == 0 and made_up.order() == list("abc")
-
-
-def test_fit_finds_the_largest_batch_and_measures_there(made_up):
-    gpu = MACHINE | {"device": "cuda", "device_memory_gib": 80.0, "driver": "1", "cuda": "1"}
-    (made_up.folder / "measure" / "machine.py").write_text(f"print('''{json.dumps(gpu)}''')")
-    (made_up.folder / "c.py").write_text((made_up.folder / "c.py").read_text().replace("B > 12", "B > 10**9"))
-    done = made_up.call("--fit", "--repeat", 1)
-    assert done.returncode == 0, done.stderr
-    fits = [row["fit"] for row in made_up.result()[1]["rows"]]
-    assert [fit["batch_size"] for fit in fits] == [8, 8, 64]  # the 10,000 tokens are enough for at most B 78
-    assert all("out of memory with B 16 and T 128" in fit["limit"] for fit in fits[:2])
-    assert fits[2]["limit"] == "c.py: error: 10000 tokens, but B 128 and T 128 need more"
-    assert [fit["tokens_per_s"] for fit in fits] == [16_000, 32_000, 64_000]
-    assert fits[2]["peak_memory_gib"] == 64
-    trials = [line for line in made_up.folder.joinpath("order.txt").read_text().splitlines() if line.startswith("b")]
-    assert len(trials) == 3  # the pass, then B 8 and B 16: the search starts at a.py's largest batch size, 8
-
-
-@pytest.mark.parametrize(
-    "most, error, cell",
-    [
-        (32, "a.py: error: out of memory with B {B} and T 1024: lower --batch-size or --seq-len", "32"),
-        (0, "a.py: error: out of memory with B {B} and T 1024: lower --batch-size or --seq-len", "none"),
-        (64, "a.py: error: 338025 tokens, but B {B} and T 1024 need many", "64+"),
-        (32, "a.py: error: torch.compile failed: no kernel", ""),
-        (0, "a.py: error: torch.compile failed: no kernel", ""),
-        (32, "killed by SIGKILL", ""),
-    ],
-)
-def test_a_batch_that_does_not_fit_is_told_from_a_run_that_fails(in_process, monkeypatch, most, error, cell):
-    """The largest batch size has a "+" if the text is too short for a larger one.
-
-    If a run fails because of neither text nor memory, no batch size is shown, and the run is retried.
-    """
-    execute = measure.execute
-
-    def limited(words, cache, on_step=None):
-        size = int(words[words.index("--batch-size") + 1])
-        tried.append(size)
-        failed = cache.name != "baseline_py" and size > most
-        if failed and "SIGKILL" in error:
-            return "", "", -9
-        return ("", error.format(B=size), 1) if failed else execute(words, cache, on_step)
-
-    tried = []
-    monkeypatch.setattr(measure, "execute", limited)
-    data = in_process.call("--only", "baseline", "--repeat", 1, "--fit")
-    fit, failed = data["rows"][0]["fit"], cell == ""
-    cells = render.cells(data)[0]
-    size, speed = cells["largest B"], cells["tokens/s at largest B"]
-    assert size == cell and (speed == fit["error"]) == bool(fit["error"]) == failed
-    assert fit["batch_size"] == (int(cell.strip("+")) if cell not in ("", "none") else None)
-    tried.clear()
-    in_process.call("--only", "baseline", "--repeat", 1, "--fit")
-    assert bool(tried) == failed
 
 
 # ---- figures
@@ -886,38 +522,6 @@ def shown(figure):
         for name, bar in zip(names, container, strict=True):
             bars.setdefault(name, {})[container.get_label()] = (bar.get_x(), bar.get_width())
     return axes.get_xlabel(), lines or bars
-
-
-def test_a_table_shows_its_conditions():
-    data = measurement(made("a.py", [SLOW]), made("b.py", [FAST], "a.py"), bf16=0.5)
-    data["machine"] |= {"device": "cuda", "name": "NVIDIA H200", "cuda": "13.0", "torch": "2.11", "threads": None}
-    data["hosts"][0] |= {"device_memory_gib": 139.8, "driver": "580", "cudnn": 91501}
-    data["hosts"][0]["gpu"] = {"clock_mhz": 345, "power_w": 80, "power_limit_w": 700, "temperature_c": 30}
-    for row, clock, kernel in zip(data["rows"], (1980, 1755), ("written out", "cuDNN"), strict=True):
-        row["runs"][0]["gpu"] = data["hosts"][0]["gpu"] | {"clock_mhz": clock}
-        row["profile"] = PROFILE | {"host": "0", "attention": kernel, "error": None}
-    data["rows"][1]["runs"][0]["busy"] = "other processes use the GPU: 1"
-    said = " ".join(render.conditions(data))
-    for words in (
-        "NVIDIA H200, 139.8 GiB, driver 580, CUDA 13.0, cuDNN 91501. torch 2.11,",
-        "one pass of 20 steps (2 requested): `python measure/measure.py`. Commit 0123456.",
-        "Clock: 345 MHz before the first run, 1755 to 1980 MHz under load; power limit 700 W.",
-        "Attention: written out (a); cuDNN (b).",
-        "The machine was busy before 1 of 2 runs (other processes use the GPU: 1).",
-    ):
-        assert words in said
-    assert render.cells(data)[0]["peak GiB (reserved)"] == "1.50 (2.50)"
-    data["rows"][0]["runs"].append(data["rows"][0]["runs"][0] | {"pass": 1})
-    assert "T 128; 1 to 2 interleaved passes of 20 steps per script (2 requested):" in " ".join(render.conditions(data))
-    data["hosts"].append(data["hosts"][0] | {"id": "1", "cpu": "Another", "driver": "590"})
-    said = render.conditions(data)[0]
-    assert "On Made Up, 139.8 GiB, driver 580" in said and "On Another, 139.8 GiB, driver 590" in said
-
-
-def test_a_commit_that_git_did_not_know_is_said():
-    assert render.commits({"commits": [None]}) == "Commit unknown"
-    commits = ["0123456789" * 4, "abcdef0123" * 4 + " and uncommitted changes"]
-    assert render.commits({"commits": commits}) == "Commit 0123456 and abcdef0 and uncommitted changes"
 
 
 def test_the_table_of_batch_sizes_has_the_share_of_the_peak(in_process):
@@ -986,23 +590,6 @@ def test_a_figure_shows_each_row_under_its_own_name():
         assert kinds[name] == {kind: (lefts[i], ms * i) for i, kind in enumerate(render.GROUPS)}
 
 
-def test_drawing_again_changes_nothing(tmp_path):
-    data = measurement(made("a.py", [SLOW]), made("b.py", [FAST], "a.py"), float32=0.5)
-    data["rows"][0]["profile"] = PROFILE | {"host": "0", "error": None}
-    for folder in ("first", "second"):
-        figures = render.figures(data)
-        assert figures.keys() == render.ALT.keys()
-        render.draw(figures, tmp_path / folder)
-    for path in (tmp_path / "first").iterdir():
-        svg = path.read_text()
-        assert svg == (tmp_path / "second" / path.name).read_text()
-        assert "prefers-color-scheme: dark" in svg
-        for unit in {"tokens": ["tokens per second"], "memory": ["GiB"], "kernels": ["milliseconds per step"]}.get(
-            path.stem, ["nats per token", "step"]
-        ):
-            assert unit in svg
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/ladder.json")), ids=lambda path: path.parent.name)
 def test_committed_results_are_valid_and_add_up(path):
     data = record.read(path)
@@ -1015,51 +602,35 @@ def test_committed_results_are_valid_and_add_up(path):
 
 
 @pytest.mark.slow
-def test_make_ladder_measures_every_row(clone):
-    """`make ladder` with --peers, --branches and --profile measures the real scripts, even if interrupted once.
-
-    The scripts are not compiled. Rungs 01, 02 and 04 to 09 are left out to save time.
-    """
-    ladder, left_out = clone / "ladder.toml", r'\[\[rung\]\]\nfile = "speedup_0[124-9].*?(?=\[\[rung\]\])'
-    ladder.write_text(re.sub(left_out, "", ladder.read_text(encoding="utf-8"), flags=re.DOTALL), encoding="utf-8")
+def test_make_ladder_measures_the_real_scripts_and_continues_after_ctrl_c(clone):
+    """The scripts are not compiled, and the peak is that of a smaller matmul, to save time."""
     # Edit the scripts to turn off compilation, because measure.py unsets TORCH_COMPILE_DISABLE.
-    for script in (*since(5), "measure/peers.py"):
+    for script in (*since(5), "measure/peers.py", "measure/roof.py"):
         text = (clone / script).read_text(encoding="utf-8").replace("torch_compile=True", "torch_compile=False")
-        (clone / script).write_text(text.replace("model.compile(", "dict("), encoding="utf-8")
-    flags = "--model nano --device cpu --batch-size 1 --seq-len 16 --steps 2 --peers --branches --profile"
+        text = text.replace("model.compile(", "dict(").replace("square=2048", "square=1024")
+        (clone / script).write_text(text, encoding="utf-8")
+    flags = "--model nano --device cpu --batch-size 1 --seq-len 16 --steps 2 --only baseline 10 fp16 --peers --profile"
     command = ["make", "ladder", f"ARGS={flags}"]
     printed, _ = press_ctrl_c_at("pass 1/1  baseline.py: ", command, clone)
-    assert re.search(r"^pass 1: \d of 16 rows: baseline.py", printed, re.MULTILINE)
+    assert re.search(r"^pass 1: \d of 10 rows: baseline.py", printed, re.MULTILINE)
     assert "\nnot finished: run the same command again\n" in printed
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "pass 1/1  baseline.py" not in done.stdout and "pass 1/1  speedup_03_bf16.py: " in done.stdout
     (path,) = [path for path in clone.glob("results/*/ladder.json") if not (ROOT / path.relative_to(clone)).exists()]
     data = record.read(path)
-    rows = [row.name for row in measure.rows(peers=True, branches=True)]
-    assert [row["name"] for row in data["rows"]] == [name for name in rows if not re.match("speedup_0[124-9]", name)]
     for row in data["rows"]:
         assert row["error"] is None and len(row["runs"]) == 1 and len(row["runs"][0]["times_ms"]) == 2, row["name"]
         ceiling = data["roof"]["ceilings_tflops"].get(row["precision"])  # a CPU may have no peak for fp16
         assert 0 < row["roof_share"] < 1 if ceiling else row["precision"] == "fp16", row["name"]
         under_torchrun = row["name"] == "ddp_run.py under torchrun"
-        assert under_torchrun or list(row["profile"]["groups_ms"]) == list(render.GROUPS), row["name"]
+        assert under_torchrun or list(row["profile"]["groups_ms"]) == GROUPS, row["name"]
     rest = 1024 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
     assert [row["parameters"] for row in data["rows"][:2]] == [2 * 50257 * 32 + rest, 50257 * 32 + rest]
     assert data["roof"]["flops_per_token"] == 6 * (2 * 12 * 32**2 + 50257 * 32) + 2 * 12 * 32 * 16
-    assert data["rows"][0]["roof_share"] and data["finished"] and data["machine"]["torch"] == torch.__version__
+    assert data["finished"] and data["machine"]["torch"] == torch.__version__
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=clone, capture_output=True, text=True).stdout.strip()
     assert data["commits"][0].startswith(head)
-
-
-@pytest.mark.slow
-def test_an_unknown_model_is_refused_before_anything_is_measured(tmp_path):
-    words = [sys.executable, "measure/measure.py", "--model", "gpt5", "--device", "cpu", "--out", tmp_path / "out"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(
-        "measure.py: error: argument --model: invalid choice: 'gpt5'"
-    )
-    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.tensorboard
 from checkpoint import load_model
-from conftest import BF16_CPU, EAGER, NO_SCORES, ROOT, nano, save_gpt2, trouble, watch
+from conftest import BF16_CPU, EAGER, NO_SCORES, ROOT, save_gpt2, trouble, watch
 from fineweb import shard_path, write_shard
 from test_corpus import TRAIN, encode, train
 from test_hellaswag import write_questions
@@ -170,13 +169,15 @@ def test_a_run_resumes_with_the_same_batches_and_rates_or_is_refused(
 def test_a_restarted_run_leaves_nothing_of_the_first_try(monkeypatch, tmp_path):
     """After a restart, the log and TensorBoard continue from the checkpoint's step, even with non-ASCII samples."""
     monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES | {"samples": ["漢字 🙂"]})
-    purged, real = [], torch.utils.tensorboard.SummaryWriter
+    from torch.utils import tensorboard
+
+    purged, real = [], tensorboard.SummaryWriter
 
     def writer(folder, purge_step=None):
         purged.append(purge_step)
         return real(folder, purge_step=purge_step)
 
-    monkeypatch.setattr(torch.utils.tensorboard, "SummaryWriter", writer)
+    monkeypatch.setattr(tensorboard, "SummaryWriter", writer)
     args = ["--batch-size", 1, "--seq-len", 8, "--total-batch-size", 8, "--data", ROOT / "README.md", "--resume"]
     args += ["--checkpoint-dir", tmp_path / "ck", "--log-file", tmp_path / "log.jsonl"]
     args += ["--tensorboard", tmp_path / "tb"]
@@ -192,17 +193,6 @@ def test_a_restarted_run_leaves_nothing_of_the_first_try(monkeypatch, tmp_path):
     log = records(tmp_path / "log.jsonl")
     assert [row["step"] for row in log if "loss" in row] == [0, 1, 2]
     assert [row["samples"] for row in log if "samples" in row] == 2 * [["漢字 🙂"]]
-
-
-@pytest.mark.parametrize("steps, warns", [(20, True), (21, False)])
-def test_a_run_that_is_all_warm_up_is_said_to_be(monkeypatch, capsys, steps, warns):
-    """The header warns if all steps are warm-up.
-
-    In such a run, for example 60 steps with 715 warm-up steps, the learning rate stays too low.
-    """
-    monkeypatch.setattr("sys.argv", ["train.py", "--device", "cpu", "--steps", str(steps), "--warmup-steps", "20"])
-    train.print_header(train.parse_args(), nano(TRAIN), train.DataLoaderLite(ROOT / "README.md", 1, 8))
-    assert ("all 20 steps are warm-up: --warmup-steps is 20" in capsys.readouterr().out.splitlines()) == warns
 
 
 class Alike(torch.nn.Module):
@@ -266,9 +256,7 @@ def test_a_run_killed_while_it_evaluates_and_while_it_trains_is_the_undisturbed_
     for wait_for, more in ("step    2 |", 0.3), ("step    4 |", 0):
         with out.open("w") as file:
             process = subprocess.Popen([str(word) for word in command], stdout=file, stderr=subprocess.STDOUT, env=env)
-            patience = time.monotonic() + 400
             while process.poll() is None and wait_for not in out.read_text(encoding="utf-8"):
-                assert time.monotonic() < patience, out.read_text(encoding="utf-8")
                 time.sleep(0.01)
             time.sleep(more)
             process.kill()

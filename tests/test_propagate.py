@@ -3,13 +3,12 @@
 If there is a conflict, no change is lost.
 """
 
-import shutil
 import subprocess
 import sys
 
 import propagate
 import pytest
-from conftest import RUNGS, TRAIN, commit_all, copy_project, since
+from conftest import RUNGS, commit_all, copy_project, since
 
 SCRIPTS = sorted(RUNGS, key="branches/fp16_grad_scaler.py".__eq__)  # as printed: fp16, built on rung 03, comes last
 SHARED = "# token embeddings\n", "# one row for each token of the vocabulary\n"  # (old, new): a line in all scripts
@@ -63,12 +62,6 @@ def test_an_edit_reaches_every_later_file_and_nothing_else_changes(clone):
     assert clone.texts() == before | after
     assert clone.propagate("speedup_03_bf16.py").stdout.splitlines() == says(above(3), "had it")
     assert clone.texts() == before | after
-
-
-def test_an_edit_that_is_staged_is_an_edit(clone):
-    clone.edit("speedup_03_bf16.py", *SHARED)
-    clone.git("add", "speedup_03_bf16.py")
-    assert clone.propagate("speedup_03_bf16.py").stdout.splitlines() == says(above(3), "carried")
 
 
 def test_down_reaches_the_earlier_files_as_well(clone):
@@ -142,34 +135,6 @@ def test_files_above_a_conflict_wait_and_continue_after_it(clone):
     assert f"{SCRIPTS[6]}: differs, and has uncommitted" in clone.propagate("--check", "baseline.py").stdout
 
 
-def test_a_file_that_keeps_its_own_line_holds_up_nobody(clone):
-    """A conflict in pretrain/train.py, whose default for --steps differs, does not block other scripts."""
-    before, steps = clone.texts(), ('default=50, help="default 50"', 'default=60, help="default 60"')
-    clone.edit("baseline.py", *steps)
-    done = clone.propagate("baseline.py")
-    assert done.returncode == 1 and "blocked" not in done.stdout
-    assert done.stdout.splitlines()[-1] == f"Resolve the conflict in {TRAIN}, <<<<<<< to >>>>>>>"
-    clone.git("restore", TRAIN)
-    assert clone.texts() == {script: text.replace(*steps) for script, text in before.items()}
-
-
-def test_going_down_it_stops_at_the_first_script_with_the_line(clone):
-    before = clone.texts()
-    clone.edit(SCRIPTS[6], "is_causal=True)  #", "is_causal=True, scale=None)  #")
-    done = clone.propagate("--down", SCRIPTS[6])
-    assert done.returncode == 1
-    lines = done.stdout.splitlines()
-    *later, fp16 = SCRIPTS[7:]
-    assert lines[0] == f"{SCRIPTS[5]}: CONFLICT, marked in the file"
-    waiting = says([*SCRIPTS[4::-1], fp16], "blocked by a conflict")
-    assert sorted(lines[1:-2]) == sorted([*waiting, *says(later, "carried")])
-    assert lines[-1].split() == ["python", "dev/propagate.py", "--down", SCRIPTS[5]]
-    clone.git("restore", SCRIPTS[5])  # resolves the conflict: this script does not use is_causal
-    assert "nothing to carry" in clone.propagate("--down", SCRIPTS[5]).stdout
-    assert clone.propagate(SCRIPTS[6]).stdout.splitlines() == says(above(6), "had it")
-    assert all(clone.texts()[script] == before[script] for script in SCRIPTS[:6])
-
-
 @pytest.mark.parametrize("where", [SCRIPTS[6], SCRIPTS[11]])
 def test_it_refuses_a_later_file_with_changes_of_its_own(clone, where):
     clone.edit("baseline.py", *SHARED)
@@ -184,21 +149,6 @@ def test_it_refuses_a_later_file_with_changes_of_its_own(clone, where):
     assert f"{where}: differs, and has uncommitted changes of its own" in lag
 
 
-def test_an_edit_that_was_carried_is_corrected_by_restoring_the_others(clone):
-    before = clone.texts()
-    clone.edit(SCRIPTS[9], *SHARED)
-    clone.propagate(SCRIPTS[9])
-    clone.edit(SCRIPTS[9], SHARED[1], "# one row per token\n")
-    refused = clone.propagate(SCRIPTS[9])
-    assert refused.returncode == 2 and f"{SCRIPTS[10]} has uncommitted changes of its own" in refused.stderr
-    clone.git("restore", *SCRIPTS[10:])
-    assert clone.propagate(SCRIPTS[9]).returncode == 0
-    corrected = {
-        script: before[script].replace(SHARED[0], "# one row per token\n") for script in since(9, among=SCRIPTS)
-    }
-    assert clone.texts() == before | corrected
-
-
 def test_docstrings_are_not_propagated(clone):
     clone.edit("baseline.py", "the start of the ladder", "the ground")
     assert "nothing to carry" in clone.propagate("baseline.py").stdout
@@ -207,42 +157,6 @@ def test_docstrings_are_not_propagated(clone):
     assert clone.propagate("baseline.py").returncode == 0
     assert clone.texts()[SCRIPTS[3]].startswith('"""Step 03')
     assert [script for script, text in clone.texts().items() if "the ground" in text] == ["baseline.py"]
-
-
-def test_the_idea_of_a_new_rung_reaches_the_files_above_it(clone):
-    """If a new rung is inserted before ddp_run.py, its change is copied to ddp_run.py and the scripts built on it."""
-    below, old, new = RUNGS["ddp_run.py"].before, "betas=(0.9, 0.95)", "betas=(0.9, 0.98)"
-    (clone.root / "speedup_99_trial.py").write_text(clone.texts()[below].replace(old, new), encoding="utf-8")
-    row = '[[rung]]\nfile = "{}"\ntitle = "Trial"\nidea = "a trial"\ntouches = ["main"]\nlimit = 2\n\n'
-    clone.edit(
-        "ladder.toml",
-        '[[rung]]\nfile = "ddp_run.py"',
-        row.format("speedup_99_trial.py") + '[[rung]]\nfile = "ddp_run.py"',
-    )
-    before = clone.texts()
-    assert clone.propagate("--down", "speedup_99_trial.py").returncode == 2  # a new rung's edit is copied upwards only
-    done = clone.propagate("speedup_99_trial.py")
-    above = since("ddp_run.py", among=SCRIPTS)
-    assert (done.returncode, done.stdout.splitlines()) == (0, says(above, "carried"))
-    assert clone.texts() == before | {script: before[script].replace(old, new) for script in above}
-
-
-def test_no_file_builds_on_the_last_one(clone):
-    last = SCRIPTS[-1]
-    clone.edit(last, *SHARED)
-    done = clone.propagate(last)
-    assert (done.returncode, done.stdout) == (0, f"no script builds on {last}: nothing to change\n")
-
-
-def test_errors_are_one_line(clone):
-    for args, text in (["nowhere.py"], "nowhere.py is not in ladder.toml"), ([], "required: FILE"):
-        done = clone.propagate(*args)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert len(done.stderr.splitlines()) == 1 and text in done.stderr
-    shutil.rmtree(clone.root / ".git")
-    done = clone.propagate("baseline.py")
-    assert done.returncode == 2 and done.stderr.startswith("propagate.py: error: fatal: not a git repository")
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_file_that_cannot_be_written_is_whole_and_nothing_is_left_behind(tmp_path, monkeypatch):
@@ -256,19 +170,3 @@ def test_a_file_that_cannot_be_written_is_whole_and_nothing_is_left_behind(tmp_p
     with pytest.raises(OSError, match="the disk is full"):
         propagate.write("script.py", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("script.py", "old")]
-
-
-def test_a_file_stays_readable_for_those_who_could_read_it(tmp_path, monkeypatch):
-    (tmp_path / "script.py").write_text("old")
-    (tmp_path / "script.py").chmod(0o754)
-    monkeypatch.setattr(propagate, "ROOT", tmp_path)
-    propagate.write("script.py", "new")
-    assert (tmp_path / "script.py").read_text() == "new"
-    assert (tmp_path / "script.py").stat().st_mode & 0o777 == 0o754
-
-
-def test_it_is_told_a_file_from_any_folder(clone):
-    clone.edit("baseline.py", *SHARED)
-    command = [sys.executable, "propagate.py", "../baseline.py"]
-    done = subprocess.run(command, cwd=clone.root / "dev", capture_output=True, text=True)
-    assert done.stdout.splitlines() == says(SCRIPTS[1:], "carried")

@@ -9,14 +9,13 @@ import json
 import math
 from types import SimpleNamespace
 
-import heldout
 import numpy as np
 import pytest
-import quality
 import torch
-from conftest import MUON, ROOT, SCRIPTS, STEP, load, watch
+from conftest import MUON, ROOT, SCRIPTS, STEP, lazily, load, watch
 from ladder import title
 
+heldout, quality = lazily("heldout"), lazily("quality")
 TEN = SCRIPTS[10]
 SIZES = "--steps", 5, "--batch-size", 2, "--seq-len", 16, "--device", "cpu"
 
@@ -82,11 +81,6 @@ def test_a_learning_rate_reaches_the_schedule(train):
         assert [float(match["lr"]) for match in STEP.finditer(printed)][0] == pytest.approx(rate / 10)
 
 
-def test_ten_evaluations_are_made_in_a_long_run(train):
-    found, _ = train(SCRIPTS[0], steps=40)
-    assert found["steps"] == list(range(4, 41, 4))
-
-
 def test_steps_to_a_loss_are_interpolated():
     run = {"steps": [10, 20, 30], "losses": [6.0, 5.0, 5.2]}
     assert quality.steps_to(run, 5.5) == pytest.approx(15)
@@ -128,27 +122,6 @@ def test_with_learning_rates_each_row_is_compared_with_the_best_of_the_first_scr
     assert len(quality.curves(measured([1e-3], [8, 8, 7, 7])).axes[0].lines) == 2
 
 
-def test_a_learning_rate_at_which_the_loss_diverges_is_a_row(train, monkeypatch):
-    with pytest.raises(SystemExit) as stopped:
-        train(TEN, 1e30)
-    monkeypatch.setattr(quality, "execute", lambda *_: ("", f"{stopped.value}\n", 1))
-    data = measured([1e-3, 1e30], [8, 8, 8, 8, 7, 7, 7, 7])
-    settings = data["settings"] | {"device": "cpu"}
-    data["runs"][-1] = json.loads(json.dumps(quality.train(SCRIPTS[1], 1e30, 1, settings, None), allow_nan=False))
-    row = quality.cells(data)[-1]
-    assert row["held-out loss after 100 steps"] == "diverged (7.000–diverged)"
-    assert (row["difference"], row["seconds to it"]) == (
-        "diverged (−1.000 to diverged)",
-        "not reached (0.8–not reached)",
-    )
-    assert quality.best(quality.compare(data)[2:])["max_lr"] == 1e-3
-    monkeypatch.setattr(quality, "best", lambda rows: rows[-1])
-    assert len(quality.curves(data).axes[0].lines) == 1  # only AdamW's
-    monkeypatch.setattr(quality, "execute", lambda *_: ("", "no compiler\n", 1))
-    with pytest.raises(RuntimeError, match="with --max-lr 0.001, seed 0: no compiler"):
-        quality.train(SCRIPTS[1], 1e-3, 0, settings, None)
-
-
 def test_a_measurement_continues_where_it_ended(monkeypatch, tmp_path, capsys):
     trained, out = [], tmp_path / "quality.json"
 
@@ -166,19 +139,6 @@ def test_a_measurement_continues_where_it_ended(monkeypatch, tmp_path, capsys):
     assert len(json.loads(out.read_text())["runs"]) == 4 and "2 runs to go" in capsys.readouterr().out
     quality.measure(data, out)
     assert len(trained) == 2
-
-
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        (["--scripts", "nowhere.py"], "there is no script nowhere.py"),
-        (["--seeds", 0], "must be at least 1"),
-        (["--scripts", SCRIPTS[0], SCRIPTS[0]], "the same value twice"),
-        (["--out", ROOT / "results" / "quality.json", "--seeds", 1], "different measurement: use another --out"),
-    ],
-)
-def test_quality_refuses_in_one_line(refused, words, says):
-    refused("measure/quality.py", *words, says=says)
 
 
 @pytest.mark.slow

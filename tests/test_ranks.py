@@ -13,12 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from types import SimpleNamespace
 
-import allreduce
-import kills
 import psutil
 import pytest
 import torch
@@ -100,10 +96,7 @@ def gradients(tmp_path_factory):
     def at(ranks, *sizes, script="ddp_run.py", device="cpu"):
         out = tmp_path_factory.mktemp("gradients") / "out.pt"
         words = ranks, free_port(), out, script, device, sizes
-        start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver", daemon=True)
-        processes, patience = start(train_two_steps, words, nprocs=ranks, join=False), time.monotonic() + 300
-        while not processes.join(timeout=1):
-            assert time.monotonic() < patience
+        torch.multiprocessing.start_processes(train_two_steps, words, ranks, daemon=True, start_method="forkserver")
         return torch.load(out)
 
     return at
@@ -187,7 +180,7 @@ def faulty(tmp_path, run, small):
         path.write_text(FAULTY.format(fault=fault, script=str(small / LONG)))
         # Without this setting, restarted ranks may try to connect to the failed ranks (pytorch/pytorch#135712).
         environment = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return run(path, *SIZES, *args, torchrun=2, restarts=restarts, timeout=120, **environment)
+        return run(path, *SIZES, *args, torchrun=2, restarts=restarts, **environment)
 
     return with_fault
 
@@ -224,27 +217,6 @@ def test_max_restarts_resumes_from_the_newest_checkpoint(faulty, calm, tmp_path)
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 1 + 8
 
 
-def test_it_trains_alone_if_torchrun_has_not_started_it(monkeypatch):
-    """A script started without torchrun trains alone, even if a cluster sets RANK and WORLD_SIZE."""
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    printed = play("ddp_run.py", *SIZES, "--steps", 1)
-    assert "* 1 ranks" in printed and "median of steps 0-0" in printed
-
-
-def test_a_port_in_use_is_one_line(refused, monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        place["TORCHELASTIC_RUN_ID"] = "7"
-        for name, value in place.items():
-            monkeypatch.setenv(name, value)
-        refused("ddp_run.py", "--device", "cpu", says=f".*{port}.*EADDRINUSE")
-
-
 @pytest.mark.slow
 def test_ranks_with_different_folders_are_refused(run, small, tmp_path):
     """A run on two machines without a shared disk is rejected: rank 0 finds a checkpoint, but rank 1 finds none."""
@@ -261,28 +233,6 @@ def test_ranks_with_different_folders_are_refused(run, small, tmp_path):
     done = run(script.name, *arguments, folder=tmp_path, torchrun=2)
     assert done.returncode != 0
     assert "the ranks do not see the same saved: they would resume at steps [2, 0]" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("advice", ["--local-addr=localhost", None])
-def test_torchrun_works_on_a_machine_that_does_not_know_its_own_name_if_told_its_address(advice, small, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import socket\nsocket.getfqdn = lambda name='': 'no-such-host.invalid'\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [advice] * bool(advice) + [str(small / "ddp_run.py"), *SIZES, "--device", "cpu", "--steps", "2"]
-    env = os.environ | PLAIN | {"PYTHONPATH": str(tmp_path)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=env, start_new_session=True, **pipes) as child:
-        patience = threading.Timer(300, os.killpg, (child.pid, signal.SIGKILL))
-        patience.start()
-        lines = iter(child.stdout.readline, "")
-        said = next(
-            (line for line in lines if re.search("median of steps|no-such-host.* cannot be retrieved", line)), ""
-        )
-        patience.cancel()
-        os.killpg(child.pid, signal.SIGKILL)  # otherwise, torchrun would retry for minutes
-    assert said and ("median of steps" in said) == bool(advice), said
 
 
 @pytest.fixture
@@ -304,7 +254,7 @@ def agents(small, tmp_path):
 @pytest.mark.slow
 def test_two_machines_train_stop_and_resume_as_one(calm, agents, tmp_path):
     both = agents("--steps", 8)
-    texts = [agent.communicate(timeout=200)[0] for agent in both]
+    texts = [agent.communicate()[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], texts
     steps = [(m["step"], m["loss"], m["norm"]) for m in STEP.finditer("".join(texts))]
     assert steps == calm  # the joined output lists each step once, because only rank 0 prints
@@ -312,18 +262,16 @@ def test_two_machines_train_stop_and_resume_as_one(calm, agents, tmp_path):
     shutil.rmtree(tmp_path / "saved")
     words = "--steps", 10000, "--log-file", tmp_path / "log.jsonl"
     both = agents(*words)
-    patience = time.monotonic() + 300
     while not (tmp_path / "log.jsonl").exists() or (tmp_path / "log.jsonl").read_text().count("\n") < 4:
-        assert time.monotonic() < patience
         time.sleep(0.1)
     both[1].send_signal(signal.SIGTERM)  # SIGTERM to one machine: both must finish the step, and rank 0 must save
-    texts = [agent.communicate(timeout=120)[0] for agent in both]
+    texts = [agent.communicate()[0] for agent in both]
     assert all(agent.returncode != 0 for agent in both), texts
     stopped = max(int(path.stem[5:]) for path in (tmp_path / "saved").glob("step_*.pt"))
     assert 3 <= stopped < 10000
 
     both = agents("--steps", stopped + 1)
-    texts = [agent.communicate(timeout=200)[0] for agent in both]
+    texts = [agent.communicate()[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], texts
     assert [int(m["step"]) for m in STEP.finditer("".join(texts))] == [stopped]
 
@@ -358,53 +306,13 @@ def test_slurm_starts_a_torchrun_per_machine_and_queues_again_what_it_must_stop(
     assert "requeue" not in calls.read_text()
 
 
-def test_the_arithmetic_of_the_all_reduce():
-    assert allreduce.speed_up(2, step_ms=1000, gradient_bytes=5e8, bus_gb_s=10) == pytest.approx(1000 / (500 + 50))
-    assert allreduce.speed_up(8, step_ms=1000, gradient_bytes=5e8, bus_gb_s=10) == pytest.approx(1000 / (125 + 87.5))
-
-
-def test_the_bandwidth_of_a_bus_does_not_depend_on_the_number_of_ranks(monkeypatch, capsys):
-    """Bus bandwidth is the number of bytes that each rank sends per second.
-
-    In a ring of 4, each rank sends 2 × 3/4 of the gradients. In this test, an all-reduce takes 0.5 s.
-    """
-    clock = iter([read for _ in range(15) for read in (0.0, 0.5)])
-    for name, answer in ("init_process_group", None), ("get_rank", 0), ("get_world_size", 4), ("barrier", None):
-        monkeypatch.setattr(dist, name, lambda *args, answer=answer: answer)
-    monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: SimpleNamespace(wait=lambda: None))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(allreduce, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=lambda _: None))
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr("sys.argv", ["allreduce.py", "--model", "gpt2", "--device", "cpu"])
-    allreduce.main()
-    megabytes = 4 * 124_475_904 / 1e6
-    printed = capsys.readouterr().out
-    assert f"gpt2: {megabytes:,.1f} MB of gradients between 4 ranks" in printed
-    assert f"500.00 ms (quartiles 500.00-500.00), bus {1.5 * megabytes / 1000 / 0.5:.2f} GB/s" in printed
-
-
 @pytest.mark.slow
-def test_the_all_reduce_is_measured(run):
-    done = run("measure/allreduce.py", "--model", "nano", "--step-ms", 1000, torchrun=2)
-    assert done.returncode == 0, done.stderr
-    first, *rest = done.stdout.splitlines()
-    found = re.fullmatch(
-        r"nano: 29\.5 MB of gradients between 2 ranks on cpu, torch \S+: (\S+) ms \(.*\), bus (\S+) GB/s", first
-    )
-    assert float(found[2]) == pytest.approx(29.453312 / float(found[1]), rel=0.02, abs=0.006)
-    assert [line.split(" GPUs: ")[0] for line in rest] == ["2", "4", "8"]
-    done = run("measure/allreduce.py")
-    assert done.returncode == 2 and "start this program with torchrun" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_three_kills(run, small, ranks):
+def test_three_kills(run, small):
     """After three kills, a run ends with the losses and weights of an uninterrupted run.
 
     `python tests/kills.py 50` repeats the check with fifty kills.
     """
-    done = run("tests/kills.py", 3, "--seed", 1, "--ranks", ranks, timeout=900, folder=small, **PLAIN)
+    done = run("tests/kills.py", 3, "--seed", 1, folder=small, **PLAIN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
         r"^3 kills, [0-3] during a save: 24 losses and the weights match an uninterrupted run; .* by 0.0e\+00$",
@@ -413,47 +321,8 @@ def test_three_kills(run, small, ranks):
     )
 
 
-@pytest.fixture(scope="module")
-def spoilt(tmp_path_factory):
-    """Return a function that trains nano for 24 steps, with perturbed gradients or without the update of one step."""
-
-    @functools.cache
-    def spoilt(rounding=0.0, lost=None):
-        count, update, generator = 0, torch.optim.AdamW.step, torch.Generator().manual_seed(0)
-
-        def step(optimizer, *args, **kwargs):
-            nonlocal count
-            count += 1
-            for p in (p for group in optimizer.param_groups for p in group["params"]):
-                p.grad.mul_(1 + rounding * torch.randn(p.grad.shape, generator=generator))
-            return None if count - 1 == lost else update(optimizer, *args, **kwargs)
-
-        folder = tmp_path_factory.mktemp("spoilt")
-        words = "--seq-len", 32, "--batch-size", 2, "--total-batch-size", 128, "--steps", 24
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.optim.AdamW, "step", step)
-            play(LONG, *words, "--checkpoint-dir", folder, "--log-file", folder / "log.jsonl", full=True)
-        return folder
-
-    return spoilt
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [3, 22, 23])
-def test_the_tolerance_of_a_gpu_lets_rounding_pass_and_no_lost_step(spoilt, lost, monkeypatch):
-    loss, weights = kills.compare(spoilt(), spoilt(rounding=1e-6), exact=False)
-    assert 0 < loss < kills.LOSS / 4 and 0 < weights < kills.WEIGHTS / 2
-    with pytest.raises(AssertionError, match="differ"):
-        kills.compare(spoilt(), spoilt(rounding=1e-6), exact=True)
-    with pytest.raises(AssertionError, match="AdamW took .23. steps of 24"):
-        kills.compare(spoilt(), spoilt(lost=lost), exact=False)
-    monkeypatch.setattr(kills, "int", lambda steps: 24, raising=False)  # disables the check of the step count
-    with pytest.raises(AssertionError, match="differ"):
-        kills.compare(spoilt(), spoilt(lost=lost), exact=False)
-
-
 @pytest.mark.gpu
 def test_three_kills_on_a_gpu(run, measured):
-    done = run("tests/kills.py", 3, "--device", "cuda", "--seed", 1, timeout=450)
+    done = run("tests/kills.py", 3, "--device", "cuda", "--seed", 1)
     assert done.returncode == 0, done.stdout + done.stderr
     measured(done.stdout.splitlines()[-1])

@@ -15,7 +15,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BF16_CPU, EAGER, FP8, FP16S, LONG, REGIONAL, ROOT, SCRIPTS, STEP, SUMMARY, clips, play, since
+from conftest import (
+    BF16_CPU,
+    EAGER,
+    FP8,
+    FP16_10,
+    FP16S,
+    LONG,
+    MUON,
+    REGIONAL,
+    ROOT,
+    SCRIPTS,
+    STEP,
+    SUMMARY,
+    clips,
+    play,
+    press_ctrl_c_at,
+    since,
+)
 
 PARAMETERS = {"baseline.py": 13_790_208} | dict.fromkeys(since(1, 7), 7_357_312) | dict.fromkeys(since(7), 7_363_328)
 
@@ -80,12 +97,9 @@ def test_uv_runs_a_script_without_an_environment(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in ALONE or script == SCRIPTS[5]])
+@pytest.mark.parametrize("script", [SCRIPTS[5], SCRIPTS[10], LONG, MUON, FP8, FP16_10])
 def test_a_second_run_in_a_process_of_its_own_is_the_first_again(run, printed, script):
-    """A second run, in a separate process, repeats the losses of the first.
-
-    From rung 08 on, only the second run is compiled. Rung 05 is compiled in both runs.
-    """
+    """A second run, in a separate process, repeats the losses of the first. Only rung 05 is compiled in both runs."""
     rounding = 0 if script in SCRIPTS[:6] else 1e-2 if BF16_CPU else 1e-4
     again = losses(alone(run, script, "--steps", STEPS, *sizes(script)))
     assert again == pytest.approx(losses(printed(script)), abs=rounding)
@@ -156,30 +170,11 @@ def test_from_20_steps_on_the_median_leaves_out_10():
     assert SUMMARY.search(printed)["first"] == "10"
 
 
-def test_nano_takes_4096_tokens_per_step_unless_told():
-    for script in since("ddp_run.py"):
-        assert "4096 tokens per step = 8 micro-steps * B 4 * T 128 * 1 ranks" in play(script, "--steps", 1)
-
-
-def test_ctrl_c_prints_the_summary_so_far(run, tmp_path):
-    # After two steps, the run sends itself SIGINT, as a terminal does on Ctrl-C.
-    script = tmp_path / "interrupted.py"
-    script.write_text(
-        "import os, runpy, signal, sys, threading, time\n"
-        "def press():\n"
-        "    while 'torch' not in sys.modules or len(steps) < 2: time.sleep(0.01)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "steps, write = [], sys.stdout.write\n"
-        "sys.stdout.write = lambda text: (steps.append(1) if 'tok/s' in text else None, write(text))[1]\n"
-        "threading.Thread(target=press, daemon=True).start()\n"
-        f"sys.argv = ['baseline.py', '--steps', '1000']\n"
-        f"runpy.run_path({str(ROOT / 'baseline.py')!r}, run_name='__main__')\n"
-    )
-    done = run(script.name, folder=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr == ""
-    assert 2 <= len(done.losses) < 1000
-    assert SUMMARY.fullmatch(done.stdout.splitlines()[-1])["last"] == str(len(done.losses) - 1)
+def test_ctrl_c_prints_the_summary_so_far(tmp_path):
+    command = [sys.executable, str(ROOT / "baseline.py"), "--device", "cpu", "--steps", "1000"]
+    printed, _ = press_ctrl_c_at("^step +1 .*tok/s", command, tmp_path)
+    steps = len(losses(printed))
+    assert 2 <= steps < 1000 and SUMMARY.search(printed.splitlines()[-1])["last"] == str(steps - 1)
 
 
 WORDS = "ddp_run.py", "--steps", 5, "--total-batch-size", 2048
@@ -201,8 +196,3 @@ def test_two_ranks_print_once_the_curve_of_one(two_ranks):
         assert float(together["rate"].replace(",", "")) == pytest.approx(rate, rel=1e-2, abs=0.51)
     assert "1 epoch = 660 batches\n2048 tokens per step = 4 micro-steps * B 4 * T 128 * 1 ranks" in one
     assert "1 epoch = 660 batches\n2048 tokens per step = 2 micro-steps * B 4 * T 128 * 2 ranks" in two
-
-
-@pytest.mark.slow
-def test_torchrun_with_one_process_is_the_run_without_it(run, small):
-    assert run(*WORDS, torchrun=1, folder=small, **EAGER).losses == pytest.approx(losses(play(*WORDS)), abs=1e-4)

@@ -496,17 +496,6 @@ def test_a_rank_without_a_gpu_is_refused(script, refused):
         refused(script, *SIZES, says="--device cuda:2: .* finds only cpu, cuda, cuda:0, cuda:1;")
 
 
-@pytest.mark.parametrize("script", RANKED)
-def test_a_gpu_that_is_full_from_the_start_is_out_of_memory(script, refused):
-    def fail(device):
-        raise RuntimeError("CUDA error: out of memory")
-
-    words = "--device", "cuda", "--model", "nano", "--data", ROOT / "README.md", "--batch-size", 1, "--seq-len", 8
-    with made_up_gpu(), rank(0), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "set_device", fail)
-        refused(script, *words, "--total-batch-size", 16, says="out of memory with B 1 and T 8")
-
-
 @pytest.mark.parametrize("script", DDP)
 def test_gradients_travel_once_per_step_in_the_last_backward_pass(script, monkeypatch):
     """DDP all-reduces each gradient once per step, in the last backward pass. One rank is enough to test this."""
