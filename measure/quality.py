@@ -190,9 +190,9 @@ def measure(data, out):
         os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // settings["jobs"]))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(settings["jobs"]) as pool:
-        futures = [pool.submit(train, *job, settings, cache) for job in plan if job not in done]
-        print(f"{len(futures)} runs to go", flush=True)
         try:
+            futures = [pool.submit(train, *job, settings, cache) for job in plan if job not in done]
+            print(f"{len(futures)} runs to go", flush=True)
             for number, future in enumerate(as_completed(futures), start=1):
                 run = future.result()
                 data["runs"].append(run)

@@ -37,7 +37,7 @@ RUN = {  # command -> the bash line that creates the files it needs; $TRAINED is
     "python measure/compare.py results/cpu-amd-epyc-2026-11-22 results/cpu-amd-epyc-2026-11-23": "",
 }
 LONG = {  # Ctrl-C stops a long command at the first line that matches a key; the output must then match the value
-    r"^step +1 \|": r"^median of steps ",
+    r"^step +1 \| loss": r"median of steps ",  # the terminal prints ^C before it
     r"^counting speedup_01_weight_tying\.py, B \d+": "",
     r"^\d+ runs to go": "",
 }

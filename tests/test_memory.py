@@ -67,6 +67,7 @@ def test_the_parts_are_the_tensors_of_a_step():
     assert parts["activations"] > mask  # the bool masks of four blocks, which are buffers, not weights
 
 
+@pytest.mark.slow
 def test_all_logits_never_exist_in_the_compiled_chunked_loss():
     before = torch._inductor.config.score_fusion_memory_threshold
     parts = memory.predict(RUNGS[CHUNKED], flags(CHUNKED, batch_size=4, seq_len=256), cuda=False)

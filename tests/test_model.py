@@ -158,7 +158,7 @@ def first_losses():
     return first
 
 
-@pytest.mark.parametrize("number", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_rung_04_in_float32_gives_the_published_losses(first_losses, number):
     published = json.loads((ROOT / "tests" / "data" / "published_curve.json").read_text())["loss"]
     assert len(published) == 50

@@ -1,6 +1,7 @@
 """Every script runs from start to end, prints correct values, and reduces the loss.
 
-The scripts run on one rank, and `ddp_run.py` also runs on two. A second run reproduces the losses up to rounding.
+The scripts run on one rank, and `ddp_run.py` also runs on two. A compiled run has the losses of an eager one, up to
+rounding.
 """
 
 import functools
@@ -38,8 +39,9 @@ PARAMETERS = {"baseline.py": 13_790_208} | dict.fromkeys(since(1, 7), 7_357_312)
 
 
 STEPS = 4
-COMPILED = [SCRIPTS[5], SCRIPTS[6], SCRIPTS[7], "ddp_run.py"]  # each compiled version of the model, and DDP
-ALONE = ["baseline.py", *COMPILED]
+# The scripts that are also run in a process of their own, compiled: each compiled version of the model, each optimizer
+# and each loop.
+COMPILED = [SCRIPTS[6], SCRIPTS[7], SCRIPTS[10], "ddp_run.py", LONG, MUON, FP8, FP16_10]
 
 
 def sizes(script):
@@ -53,31 +55,38 @@ def losses(printed):
     return [float(step["loss"]) for step in STEP.finditer(printed)]
 
 
-@pytest.fixture(scope="session")
-def printed(run, tmp_path_factory):
-    """Return a function that runs a script and returns its output.
+@pytest.fixture(scope="module")
+def alone(run, tmp_path_factory):
+    """Return a function that runs a script in a separate process and returns its output.
 
-    A script in ALONE runs in a separate folder and process. Other scripts run in this process.
+    A script of the root folder is copied to a folder with nothing but the text and the tokenizer.
     """
 
     @functools.cache
+    def alone(script):
+        folder = ROOT
+        if "/" not in script:
+            folder = Path(shutil.copytree(ROOT / "tokenizer", tmp_path_factory.mktemp("alone") / "tokenizer")).parent
+            for name in (script, "input.txt"):
+                shutil.copy(ROOT / name, folder)
+        done = run(script, "--steps", STEPS, *sizes(script), folder=folder)
+        assert (done.returncode, done.stderr, done.left_behind) == (0, "", []), done.stderr
+        return done.stdout
+
+    return alone
+
+
+@pytest.fixture(scope="module")
+def printed(alone):
+    """Return a function that runs a script, in this process and without compiling if it is not one of two."""
+
+    @functools.cache
     def printed(script):
-        words = script, "--steps", STEPS, *sizes(script)
-        if script not in ALONE:
-            return play(*words, full=True)
-        folder = Path(shutil.copytree(ROOT / "tokenizer", tmp_path_factory.mktemp("alone") / "tokenizer")).parent
-        for name in (script, "input.txt"):
-            shutil.copy(ROOT / name, folder)
-        return alone(run, *words, folder=folder)
+        if script in ("baseline.py", SCRIPTS[5]):
+            return alone(script)
+        return play(script, "--steps", STEPS, *sizes(script), full=True)
 
     return printed
-
-
-def alone(run, *words, **environment):
-    """Run a script, assert that it prints no warnings and leaves no files behind, and return its output."""
-    done = run(*words, **environment)
-    assert (done.returncode, done.stderr, done.left_behind) == (0, "", []), done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -96,19 +105,10 @@ def test_uv_runs_a_script_without_an_environment(tmp_path):
     assert (packages / "tiktoken").is_dir() and not any((packages / name).exists() for name in ("pytest", "matplotlib"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", [SCRIPTS[5], SCRIPTS[10], LONG, MUON, FP8, FP16_10])
-def test_a_second_run_in_a_process_of_its_own_is_the_first_again(run, printed, script):
-    """A second run, in a separate process, repeats the losses of the first. Only rung 05 is compiled in both runs."""
-    rounding = 0 if script in SCRIPTS[:6] else 1e-2 if BF16_CPU else 1e-4
-    again = losses(alone(run, script, "--steps", STEPS, *sizes(script)))
-    assert again == pytest.approx(losses(printed(script)), abs=rounding)
-
-
-@pytest.mark.parametrize("script", [SCRIPTS[5], *(pytest.param(s, marks=pytest.mark.slow) for s in COMPILED[1:])])
-def test_a_compiled_run_has_the_losses_of_an_eager_one(printed, script):
+@pytest.mark.parametrize("script", [SCRIPTS[5], *(pytest.param(s, marks=pytest.mark.slow) for s in COMPILED)])
+def test_a_compiled_run_has_the_losses_of_an_eager_one(alone, script):
     eager = play(script, "--steps", STEPS, *sizes(script), full=True)
-    assert losses(printed(script)) == pytest.approx(losses(eager), abs=1e-2 if BF16_CPU else 1e-4)
+    assert losses(alone(script)) == pytest.approx(losses(eager), abs=1e-2 if BF16_CPU else 1e-4)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
