@@ -238,6 +238,14 @@ def play(script, *args, device="cpu", compiled=False, autocast=True, full=False,
     return output.getvalue()
 
 
+def run_guard(script):
+    """Run the lines below `if __name__ == "__main__":` in this process, without importing the script again."""
+    module = load(script)
+    guard = ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body[-1]
+    assert ast.unparse(guard.test) == "__name__ == '__main__'"
+    exec(compile(ast.Module(guard.body, []), module.__file__, "exec"), vars(module))
+
+
 def watch(script, *args, compiled=False, **options):
     """Run a script's main() in this process, as `play` does, and return the recorded steps."""
     steps, model, depth = [Step()], None, 0
@@ -354,14 +362,11 @@ def refused(monkeypatch, capfd):
     """
 
     def refused(script, *args, says="", lines=1):
-        module = load(script)
-        guard = ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body[-1]
-        assert ast.unparse(guard.test) == "__name__ == '__main__'"
         monkeypatch.setattr("sys.argv", [script, *map(str, args)])
         monkeypatch.setattr(nn.Module, "compile", lambda *args, **kwargs: None)
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit:
-            exec(compile(ast.Module(guard.body, []), module.__file__, "exec"), vars(module))
+            run_guard(script)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # undo a handler that main() may have set
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code, (printed, written) = exit.value.code, capfd.readouterr()

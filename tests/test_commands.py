@@ -7,14 +7,12 @@ others, only the options are parsed.
 import argparse
 import ast
 import re
-import runpy
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch.utils.flop_counter
-from conftest import EAGER, ROOT, play, press_ctrl_c_at
+from conftest import EAGER, ROOT, play, press_ctrl_c_at, run_guard
 
 PROGRAMS = "make python uv torchrun".split()
 TRAIN = "python pretrain/train.py --device cpu --data input.txt --steps 60 --warmup-steps 10 --eval-every 20 "
@@ -85,7 +83,8 @@ def program_of(command):
         (recipe,) = re.findall(rf"^{words[1]}:.*((?:\n\t.*)*)", makefile, re.MULTILINE)
         program = re.search(r"\.venv/bin/python (\S+\.py)", recipe)
         return (program[1], args) if program else None
-    place = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
+    # If there are several, the first is a program such as kernels.py, which runs the next one with the options.
+    place = max((place for place, word in enumerate(words) if word.endswith(".py")), default=None)
     if place and "-m" not in words and Path(words[0]).name in PROGRAMS:
         return words[place], words[place + 1 :]
 
@@ -101,8 +100,6 @@ def test_every_documented_option_exists(found, monkeypatch, capfd):
         parse_args(*args)
         raise Parsed
 
-    register = torch.utils.flop_counter, "register_flop_formula"  # raises an error if counts.py registers a second time
-    monkeypatch.setattr(*register, lambda *args, **options: lambda formula: formula)
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     parsed = 0
@@ -111,12 +108,12 @@ def test_every_documented_option_exists(found, monkeypatch, capfd):
         if args:
             monkeypatch.setattr("sys.argv", [program, *args])
             try:
-                runpy.run_path(program, run_name="__main__")
+                run_guard(program)
             except Parsed:
                 parsed += 1
             except SystemExit as end:  # with status 0 after --help
                 wrong += [(where, command, capfd.readouterr().err)] * bool(end.code)
-    assert parsed > 100 and not [one for one in wrong if "argument --device: cuda" not in one[-1]], wrong
+    assert parsed > 90 and not [one for one in wrong if "argument --device: cuda" not in one[-1]], wrong
 
 
 @pytest.fixture(scope="module")
