@@ -3,7 +3,7 @@
 import ast
 import contextlib
 import functools
-import importlib.util
+import importlib
 import io
 import json
 import os
@@ -108,16 +108,6 @@ MODEL = versions("GPTConfig", "MODELS", "CausalSelfAttention", "MLP", "Block", "
 def clips():
     """Return the scripts that clip the gradient and print its norm."""
     return [*since(8), FP16]
-
-
-def lazily(name):
-    """Return a module that is imported when it is first used, so that collecting the tests stays fast."""
-    if name not in sys.modules:
-        spec = importlib.util.find_spec(name)
-        spec.loader = importlib.util.LazyLoader(spec.loader)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 def load(script):

@@ -9,11 +9,10 @@ import copy
 import functools
 import math
 
+import attention as bench
 import pytest
 import torch
-from conftest import FP8, FP16_10, FP16S, MUON, REGIONAL, SCRIPTS, STEP, lazily, load, made_up_gpu, nano, play
-
-bench = lazily("attention")
+from conftest import FP8, FP16_10, FP16S, MUON, REGIONAL, SCRIPTS, STEP, load, made_up_gpu, nano, play
 
 
 def train(script, monkeypatch, steps, blow_up=()):

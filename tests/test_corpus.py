@@ -22,10 +22,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import END, NO_SCORES, ROOT, TRAIN, encode, lazily, uneven, watch
+from conftest import END, NO_SCORES, ROOT, TRAIN, encode, uneven, watch
 from fineweb import HEADER_BYTES, Shard, shard_path, write_shard
 
-train = lazily("train")
+
+@pytest.fixture(scope="module", autouse=True)
+def modules():
+    """Import at the first test, not at collection, what takes seconds to import."""
+    global train
+    import train
 
 
 @pytest.fixture(scope="session")

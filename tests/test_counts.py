@@ -10,18 +10,27 @@ import runpy
 import sys
 from collections import Counter
 
+import floor
 import pytest
+import render
+import roof
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, lazily, load
+from conftest import ROOT, load
 from ladder import read_ladder
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-counts, floor, render, roof = map(lazily, ("counts", "floor", "render", "roof"))
 RUNGS = {rung.number: rung for rung in read_ladder() if rung.part == "rung" and rung.kind != "scale"}
 EAGER = ["baseline", "01", "02", "03", "04"]
 COMPILED = [pytest.param(number, marks=pytest.mark.slow) for number in ("05", "10")]
 B, T = 4, 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules():
+    """Import at the first test, not at collection, what takes seconds to import."""
+    global counts
+    import counts
 
 
 def listed(function):
@@ -49,7 +58,7 @@ def step():
 
 @pytest.mark.parametrize("number", EAGER + COMPILED)
 def test_the_flops_match_the_formula_except_where_stated(number, step):
-    config = counts.MODELS["nano"]
+    config = load("baseline.py").GPTConfig(n_layer=4, n_head=4, n_embd=128)  # nano
     L, C, V = config.n_layer, config.n_embd, config.vocab_size
     expected = B * T * roof.flops_per_token(config, T)
     # The formula counts 6 matmuls on all T * T scores. FlashAttention runs 2 matmuls forward and 5 backward, on the
@@ -238,7 +247,7 @@ def test_compiled_transformers_computes_every_score_and_otherwise_does_the_work_
         for kernels in (step("10"), counts.step(counts.PEER, "nano", B, T))
     ]
     ours, theirs = groups
-    config = counts.MODELS["nano"]
+    config = load("baseline.py").GPTConfig(n_layer=4, n_head=4, n_embd=128)  # nano
     layers, width = config.n_layer, config.n_embd
     assert ours["attention"][0] == layers * 7 * 2 * B * width * T * (T + 1) // 2
     assert theirs["attention"][0] == layers * 7 * 2 * B * width * T * T

@@ -9,15 +9,21 @@ import io
 import json
 from types import SimpleNamespace
 
+import attention as bench
+import device
+import gauge
+import kernels
+import machine
 import psutil
 import pynvml
 import pytest
+import render
+import roof
 import torch
-from conftest import ROOT, lazily, load, made_up_gpu
+from conftest import ROOT, load, made_up_gpu
 from torch.utils.flop_counter import FlopCounterMode
 
-bench, checkpoint, device, gauge, hellaswag = map(lazily, ("attention", "checkpoint", "device", "gauge", "hellaswag"))
-kernels, machine, measure, render, roof = map(lazily, ("kernels", "machine", "measure", "render", "roof"))
+import measure
 
 # ---- the measured peak
 
@@ -77,6 +83,9 @@ def test_a_gpu_is_measured_in_the_types_that_it_multiplies_in_and_in_no_emulated
         monkeypatch.setattr(bench, "ATTENTION", {})
         monkeypatch.setattr("sys.argv", ["attention.py", "--seq-lens", "8"])
         bench.main()
+        import checkpoint
+        import hellaswag
+
         monkeypatch.setattr(hellaswag, "read_examples", lambda path: [])
         monkeypatch.setattr(checkpoint, "load_model", lambda source, device: torch.nn.Linear(1, 1))
         monkeypatch.setattr(hellaswag, "count_right", lambda *_: (torch.is_autocast_enabled("cpu"), 0, 1))

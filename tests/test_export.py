@@ -7,9 +7,16 @@ import pytest
 import tiktoken
 import torch
 from checkpoint import config_of, load_model
-from conftest import END, LONG, NO_SCORES, ROOT, TRAIN, Command, encode, lazily, load, nano, save_gpt2, uneven, watch
+from conftest import END, LONG, NO_SCORES, ROOT, TRAIN, Command, encode, load, nano, save_gpt2, uneven, watch
 
-export_hf, sample, train = map(lazily, ("export_hf", "sample", "train"))
+
+@pytest.fixture(scope="module", autouse=True)
+def modules():
+    """Import at the first test, not at collection, what takes seconds to import."""
+    global export_hf, sample, train
+    import export_hf
+    import sample
+    import train
 
 
 SHORT = "--batch-size", 2, "--seq-len", 64, "--total-batch-size", 128, "--data", ROOT / "README.md"

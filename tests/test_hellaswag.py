@@ -6,9 +6,15 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import EAGER, LONG, ROOT, encode, lazily, play, question, uneven, write_questions
+from conftest import EAGER, LONG, ROOT, encode, play, question, uneven, write_questions
 
-hellaswag, train = lazily("hellaswag"), lazily("train")
+
+@pytest.fixture(scope="module", autouse=True)
+def modules():
+    """Import at the first test, not at collection, what takes seconds to import."""
+    global hellaswag, train
+    import hellaswag
+    import train
 
 
 class Liker(torch.nn.Module):

@@ -17,12 +17,16 @@ import sys
 import time
 from types import SimpleNamespace
 
+import compare
 import pytest
+import record
+import render
 import torch
-from conftest import EAGER, ROOT, SCRIPTS, lazily, load, made_up_gpu, play, press_ctrl_c_at, since
+from conftest import EAGER, ROOT, SCRIPTS, load, made_up_gpu, play, press_ctrl_c_at, since
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-measure, record, render, compare = map(lazily, ("measure", "record", "render", "compare"))
+import measure
+
 LADDER = SCRIPTS[:12]
 MACHINE = {"device": "cpu", "name": "Made Up(R) 9000", "cpu": "Made Up", "capability": "AVX2", "cores": 2, "threads": 2}
 MACHINE |= {"memory_gib": 8.0, "torch": "2", "python": "3", "system": "Linux"}
@@ -136,20 +140,6 @@ def test_a_failed_rung_is_a_row_with_its_error():
     assert c["over_before"] is None and c["over_baseline"]["median"] == 2
     for text in (render.summary(data), render.part("table.md", table=render.cells(data))):
         assert "out of memory with B 4 and T 128" in text
-
-
-@pytest.mark.parametrize(
-    "status, errors, said",
-    [
-        (1, "Traceback\n  ...\nValueError: why\n", "ValueError: why"),
-        # the expected message is the script's error, although torchrun's report follows it
-        (1, "x.py: error: no compiler\n=====\nroot cause\n", "x.py: error: no compiler"),
-        (-9, "half a line", "killed by SIGKILL"),
-        (3, "", "status 3"),
-    ],
-)
-def test_why_a_run_failed(status, errors, said):
-    assert record.parse(log([1.0]), errors, status, 1)["error"] == said
 
 
 def test_a_log_cut_in_half_keeps_its_whole_lines():

@@ -2,13 +2,21 @@
 
 import json
 
+import attention
+import publish
 import pytest
 import torch
-from conftest import CHECKPOINTING, CHUNKED, RUNGS, lazily, load, play
+from conftest import CHECKPOINTING, CHUNKED, RUNGS, load, play
 from torch.testing._internal.two_tensor import TwoTensor
 
-attention, memory, publish = map(lazily, ("attention", "memory", "publish"))
 B, T = 2, 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules():
+    """Import at the first test, not at collection, what takes seconds to import."""
+    global memory
+    import memory
 
 
 def flags(script, batch_size=B, seq_len=T, ranks=1):

@@ -276,11 +276,3 @@ def test_weights_that_do_not_fit_are_one_clear_error(refused, tmp_path, checkpoi
 def test_a_missing_transformers_is_one_clear_error(refused, checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     refused("baseline.py", "--init-from", checkpoint[0], says=f"{checkpoint[0]}: .*transformers")
-
-
-@pytest.mark.parametrize(
-    "name, hub", [("nowhere", ", and .* hub failed: "), ("../no/such/folder", "$"), ("./nowhere", "$")]
-)
-def test_a_folder_that_is_not_there_is_called_that(refused, name, hub):
-    """The error reports that the folder is missing. The hub's error is added only if the name could be on the hub."""
-    refused("baseline.py", "--init-from", name, says=f"{name}: no such folder{hub}")

@@ -3,10 +3,9 @@
 import json
 import math
 
+import plot
 import pytest
-from conftest import ROOT, lazily
-
-plot = lazily("plot")
+from conftest import ROOT
 
 
 def write(path, losses, scores=(), more=""):
@@ -32,12 +31,6 @@ def test_training_and_validation_curves_have_their_own_names(tmp_path):
         "a, validation, lowest 7.000 at step 2": ([0, 2, 4], [11, 7, 8]),
     }
     assert top == pytest.approx(1.02 * 9)  # the axis limit ignores step 0
-
-
-def test_a_long_run_is_shown_as_means(tmp_path):
-    log = write(tmp_path / "a.jsonl", [float(step % 5) for step in range(1000)])
-    curves, _ = shown({"a": plot.read(log)})
-    assert curves == {"a, training, mean of 5 steps": ([5 * n + 2 for n in range(200)], [2] * 200)}
 
 
 def test_a_log_may_be_growing_and_its_run_may_have_diverged(tmp_path):

@@ -1,7 +1,7 @@
 """A pre-training run evaluates, logs and saves as documented.
 
 A run that is killed and resumed reaches the same result as an uninterrupted run. The training step matches `ddp_run.py`
-bit for bit, and an evaluation does not cause a recompilation.
+bit for bit.
 """
 
 import json
@@ -19,10 +19,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoint import load_model
-from conftest import BF16_CPU, EAGER, NO_SCORES, ROOT, save_gpt2, trouble, watch
+from conftest import BF16_CPU, EAGER, NO_SCORES, ROOT, TRAIN, encode, save_gpt2, trouble, watch, write_questions
 from fineweb import shard_path, write_shard
-from test_corpus import TRAIN, encode, train
-from test_hellaswag import write_questions
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules():
+    """Import at the first test, not at collection, what takes seconds to import."""
+    global train
+    import train
 
 
 def test_the_training_step_matches_ddp_run(monkeypatch, tmp_path):
@@ -284,44 +289,6 @@ def test_two_ranks_find_what_one_finds(run, small, undisturbed, arguments):
     assert [evaluation[0] for evaluation in two] == ["0", "1"]
     assert float(two[0][1]) == pytest.approx(float(one[0][1]), abs=1e-5)
     assert two[0][2:] == one[0][2:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_everything_stays_compiled(run, small, arguments, tmp_path, ranks):
-    """Training, validation, HellaSwag and samples are each compiled once, with and without DDP, however often they run.
-
-    No graph has dynamic shapes. A fake compiler backend counts the graphs instead of generating machine code.
-    """
-    (tmp_path / "count.py").write_text(
-        "import functools, json, os, pathlib, sys, torch\n"
-        "from torch._dynamo.utils import counters\n"
-        "graphs, seen = [], []\n"
-        "def compiler(graph, inputs):\n"
-        "    graphs.append(any(isinstance(size, torch.SymInt) for size in inputs))\n"
-        "    return graph\n"
-        "torch.compile = functools.partial(torch.compile, backend=compiler)\n"
-        f"sys.path.insert(0, {str(small / 'pretrain')!r})\n"
-        "import train\n"
-        "evaluate = train.evaluate\n"
-        "def counting(*args):\n"
-        "    found = evaluate(*args)\n"
-        "    seen.append(len(graphs))\n"
-        "    return found\n"
-        "train.evaluate = counting\n"
-        "train.main()\n"
-        "if train.dist.is_initialized():\n"
-        "    train.dist.destroy_process_group()\n"
-        f"path = pathlib.Path({str(tmp_path)!r}, os.environ.get('RANK', '0'))\n"
-        "path.write_text(json.dumps([seen, any(graphs), dict(counters['graph_break'])]))\n"
-    )
-    done = run("count.py", *arguments, "--eval-every", 1, "--steps", 3, folder=tmp_path, torchrun=ranks)
-    assert done.returncode == 0, done.stderr
-    for rank in range(ranks or 1):
-        graphs, dynamic, breaks = json.loads((tmp_path / str(rank)).read_text())
-        assert graphs[0] == 3 and len(graphs) == 4  # all graphs but the training graph exist before the first step
-        assert graphs[1] == graphs[2] == graphs[3] > 3 and not dynamic and breaks == {}
-        assert graphs[1] == 4 or ranks  # with DDP, torch.compile splits the training graph at gradient buckets
 
 
 @pytest.mark.gpu

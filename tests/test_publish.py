@@ -9,10 +9,13 @@ import shutil
 import subprocess
 import sys
 
-from conftest import ROOT, RUNGS, copy_project, lazily
+import floor
+import publish
+import record
+import render
+from conftest import ROOT, RUNGS, copy_project
 from ladder import changed_lines, read_toml
 
-floor, publish, record, render = map(lazily, ("floor", "publish", "record", "render"))
 PUBLIC = read_toml("results/public.toml")
 
 

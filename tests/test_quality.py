@@ -9,13 +9,14 @@ import json
 import math
 from types import SimpleNamespace
 
+import heldout
 import numpy as np
 import pytest
+import quality
 import torch
-from conftest import MUON, ROOT, SCRIPTS, STEP, lazily, load, watch
+from conftest import MUON, ROOT, SCRIPTS, STEP, load, watch
 from ladder import title
 
-heldout, quality = lazily("heldout"), lazily("quality")
 TEN = SCRIPTS[10]
 SIZES = "--steps", 5, "--batch-size", 2, "--seq-len", 16, "--device", "cpu"
 
