@@ -521,7 +521,10 @@ def test_the_table_of_batch_sizes_has_the_share_of_the_peak(in_process):
     ms, tokens = 37.5, record.rounded(64 * 1024 / 0.0375)
     tflops = tokens * 2e9 / 1e12
     assert lines[-1][2:] == [f"{ms}", f"{tokens:,.0f}", f"{tflops:.3g}", f"{tflops / 0.5:.0%} bf16"]
-    assert sum("--batch-size 64 --seq-len 1024" in line for line in in_process.state.ran) == 2
+    ran = [
+        re.search(r"--batch-size (\d+) --seq-len 1024 .*--compile-mode (\S+)", line) for line in in_process.state.ran
+    ]
+    assert [(int(found[1]), found[2]) for found in ran if found] == measure.BATCHES
     assert "B 16  reduce-overhead" in re.sub("  +", "  ", render.summary(data))
 
 
