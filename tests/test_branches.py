@@ -5,7 +5,6 @@ Muon. With regional compilation, all blocks share the code of one. The float8 pr
 float8. All attention implementations agree up to rounding.
 """
 
-import copy
 import functools
 import math
 
@@ -124,37 +123,6 @@ def test_muon_moves_a_matrix_as_pytorchs_muon_does(shape):
     assert (ours - theirs).norm() < 0.03 * (theirs - start).norm()
 
 
-def test_muon_continues_from_a_saved_state():
-    """torch.optim.AdamW loads only states with a step."""
-    torch.manual_seed(0)
-    layer, gradients = torch.nn.Linear(8, 4), [(torch.randn(4, 8), torch.randn(4)) for _ in range(4)]
-    groups = [{"params": [layer.bias], "weight_decay": 0.0}, {"params": [layer.weight], "momentum": 0.95}]
-
-    def steps(optimizer, gradients):
-        for layer.weight.grad, layer.bias.grad in gradients:
-            optimizer.step()
-
-    first, second = (load(MUON).Muon(groups, lr=0.02, fused=True) for _ in range(2))
-    steps(first, gradients[:2])
-    weights, state = copy.deepcopy(layer.state_dict()), copy.deepcopy(first.state_dict())
-    steps(first, gradients[2:])
-    expected = copy.deepcopy(layer.state_dict())
-    layer.load_state_dict(weights)
-    second.load_state_dict(state)
-    steps(second, gradients[2:])
-    torch.testing.assert_close(layer.state_dict(), expected, atol=0, rtol=0)
-
-
-def test_muons_loss_falls_faster_than_rung_10s():
-    """A curve: at its own learning rate, from the same weights and on the same text."""
-    ends = []
-    for script in (SCRIPTS[10], MUON):
-        printed = play(script, "--steps", 60, "--batch-size", 4, "--seq-len", 32)
-        losses = [float(match["loss"]) for match in STEP.finditer(printed)]
-        ends.append(sum(losses[-10:]) / 10)
-    assert ends[1] < ends[0] - 0.5
-
-
 def test_all_blocks_run_the_code_compiled_for_one(monkeypatch):
     compile, graphs, calls = torch.nn.Module.compile, [], []
 
@@ -216,7 +184,7 @@ def test_the_head_is_in_float8_where_the_gpu_supports_it(monkeypatch, capability
     apply, calls = load(FP8).Float8Linear.apply, []
     monkeypatch.setattr(load(FP8).Float8Linear, "apply", lambda *inputs: calls.append(1) or apply(*inputs))
     with made_up_gpu(capability=capability):
-        printed = play(FP8, "--steps", 2, "--batch-size", 1, "--seq-len", length, device="cuda")
+        printed = play(FP8, "--steps", 1, "--batch-size", 1, "--seq-len", length, device="cuda")
     assert ("no float8 here" not in printed) == bool(calls) == used
 
 
@@ -236,26 +204,3 @@ def test_every_attention_computes_the_same(kind):
         pytest.skip(f"no {kind} kernel here: {str(error)[:60]}")
     for ours, theirs in zip(both(), gradients, strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=1e-5)
-
-
-def test_what_is_written_out_computes_what_rung_05_does_bit_for_bit():
-    rung, (B, n_head, T, head_size) = load("speedup_05_compile.py"), SHAPE
-    C = n_head * head_size
-    torch.manual_seed(0)
-    attn, x = rung.CausalSelfAttention(rung.GPTConfig(block_size=T, n_head=n_head, n_embd=C)), torch.randn(B, T, C)
-    q, k, v = attn.c_attn(x).view(B, T, 3, n_head, head_size).permute(2, 0, 3, 1, 4)
-    y = bench.written_out(q, k, v).transpose(1, 2).reshape(B, T, C)
-    assert torch.equal(attn.c_proj(y), attn(x))
-
-
-@pytest.mark.parametrize("fill, peak", [((1000,), 4000), ((1000, 500), 6000), ((3000, "free", 100), 12000)])
-def test_the_peak_counts_what_is_held_at_once(fill, peak):
-    def use():
-        held = []
-        for size in fill:
-            if size == "free":
-                held.clear()
-            else:
-                held.append(torch.empty(size))
-
-    assert bench.peak_bytes(use, torch.device("cpu")) == peak

@@ -151,10 +151,6 @@ WRONG_CORPUS = {
     "not JSON": (["broken.jsonl"], "broken.jsonl"),
     "a file that is not a shard": (["a.jsonl", "--out", "foreign"], r"--out \S*foreign: \S*x.bin is not a shard"),
     "shards of something else": (["a.jsonl", "--out", "public"], "public.*another source"),
-    "shards of the format before": (
-        ["a.jsonl", "--out", "old"],
-        "000000.bin has an old, unsupported format: ",
-    ),
     "begun with other settings": (["a.jsonl", "--out", "begun", "--shard-size", "9"], "begun: its progress.json"),
     "a progress.json of another program": (["a.jsonl", "--out", "theirs"], "theirs: its progress.json"),
     "one shard alone": (["a.jsonl", "--shard-size", "12"], "12 tokens do not fill two shards"),
@@ -177,8 +173,6 @@ def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, ca
     (tmp_path / "foreign" / "x.bin").write_bytes(b"theirs")
     (tmp_path / "public").mkdir()
     (tmp_path / "public" / "x_train_000001.bin").write_bytes(public([1, 2, 3]))
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "shard_000000.bin").write_bytes(b"GPTSHARD" + bytes(2000))
     (tmp_path / "begun").mkdir()
     fields = {"source": {}, "shards": 0, "tokens": 0, "before": None, "skip": 0, "end": False}
     (tmp_path / "begun" / "progress.json").write_text(json.dumps(fields))
@@ -243,8 +237,6 @@ def damaged(name, data):
     """Return a shard's bytes with the damage that `name` describes."""
     if name == "cut short":
         return data[:-2]
-    if name == "no header":
-        return data[HEADER_BYTES:]
     if name == "empty":
         return b""
     if name == "no tokens":
@@ -255,19 +247,15 @@ def damaged(name, data):
         return public(range(3000), version=2)
     if name == "another vocabulary":
         return public([*range(2999), 50257])
-    if name == "the format before":
-        return b"GPTSHARD" + data[8:]
     return data[:4000] + bytes([data[4000] ^ 1]) + data[4001:]
 
 
 DAMAGE = {
     "cut short": "is cut short or damaged: 3000 tokens, but 7022 bytes",
-    "no header": "is not a shard of GPT-2 tokens",
     "empty": "is not a shard of GPT-2 tokens",
     "no tokens": "is cut short",
     "another magic number": "is not a shard of GPT-2 tokens",
     "another version": "is not a shard of GPT-2 tokens in llm.c's format, version 1",
-    "the format before": "has an old, unsupported format: run pretrain/fineweb.py into another folder",
     "a flipped bit": "is damaged: its SHA-256 is not the one in ",
     "another vocabulary": "contains the token 50257, but GPT-2 has 50257",
 }

@@ -182,15 +182,6 @@ def test_each_option_of_sampling_has_its_effect(write):
     assert several[0] == "" and len(set(several)) == 4
 
 
-@pytest.mark.slow
-def test_the_samples_of_a_command(run, small):
-    words = "pretrain/sample.py", small, "--prompt", "O Romeo 漢", "--tokens", 20, "--samples", 3, "--device", "cpu"
-    done = run(*words)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert done.stdout.count("O Romeo 漢") == 3
-    assert len({text for text in done.stdout.split("O Romeo 漢")}) == 4
-
-
 WRONG_SAMPLE = {
     "a prompt longer than the model": (["--prompt", "word " * 1100], "1101 tokens.*1024 positions"),
     "too many tokens": (["--tokens", "1024"], "1024 positions"),

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -347,15 +346,3 @@ def test_what_is_wrong_with_a_run_is_one_line(case, tmp_path, monkeypatch, refus
 
         monkeypatch.setattr("datasets.load_dataset", unreachable)
     refused(TRAIN, *arguments, *data, *more, says=pattern)
-
-
-@pytest.mark.slow
-def test_pretrain_starts_in_a_folder_of_its_own(run, tmp_path):
-    """With only three files of pretrain/ and the tokenizer in the parent folder, train.py starts and reads its data."""
-    (tmp_path / "pretrain").mkdir()
-    for name in ("train.py", "fineweb.py", "hellaswag.py"):
-        shutil.copy(ROOT / "pretrain" / name, tmp_path / "pretrain")
-    shutil.copytree(ROOT / "tokenizer", tmp_path / "tokenizer")
-    (tmp_path / "short.txt").write_text("To be, or not to be")
-    done = run(TRAIN, "--data", tmp_path / "short.txt", folder=tmp_path)
-    assert done.returncode == 1 and "6 tokens, but B 4" in done.stderr, done.stderr

@@ -27,9 +27,6 @@ class Clone:
     def __init__(self, root):
         self.root = root
 
-    def git(self, *command):
-        return subprocess.run(["git", *command], cwd=self.root, check=True, capture_output=True, text=True).stdout
-
     def propagate(self, *args):
         command = [sys.executable, "dev/propagate.py", *args]
         return subprocess.run(command, cwd=self.root, capture_output=True, text=True)
@@ -62,28 +59,6 @@ def test_an_edit_reaches_every_later_file_and_nothing_else_changes(clone):
     assert clone.texts() == before | after
     assert clone.propagate("speedup_03_bf16.py").stdout.splitlines() == says(above(3), "had it")
     assert clone.texts() == before | after
-
-
-def test_down_reaches_the_earlier_files_as_well(clone):
-    before = clone.texts()
-    clone.edit("speedup_03_bf16.py", *SHARED)
-    done = clone.propagate("--down", "./speedup_03_bf16.py")
-    assert done.returncode == 0
-    assert done.stdout.splitlines() == says(SCRIPTS[2::-1] + above(3), "carried")
-    assert clone.texts() == {script: text.replace(*SHARED) for script, text in before.items()}
-
-
-def test_check_lists_outdated_files_and_changes_nothing(clone):
-    clone.edit("speedup_08_adamw_clip.py", *SHARED)
-    clone.edit("speedup_09_cosine_lr.py", *SHARED)
-    before = clone.texts()
-    done = clone.propagate("--check", "speedup_08_adamw_clip.py")
-    assert done.returncode == 1
-    lag = [f"{SCRIPTS[9]}: has it", *says(above(9), "lags behind")]
-    assert done.stdout.splitlines() == lag
-    assert clone.texts() == before
-    clone.propagate("speedup_08_adamw_clip.py")
-    assert clone.propagate("--check", "speedup_08_adamw_clip.py").returncode == 0
 
 
 def test_files_above_a_conflict_wait_and_continue_after_it(clone):

@@ -1,6 +1,6 @@
 """The generated text and plots in the README and the pages match the scripts and `results/`.
 
-Gains and percentages are recomputed. GPU results are shown first.
+Gains and percentages are recomputed.
 """
 
 import functools
@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 
-import floor
 import publish
 import record
 import render
@@ -107,31 +106,6 @@ def test_mfu_uses_the_peak_in_the_data_sheet():
 
 def cpu():
     return record.read(ROOT / "results" / "cpu-amd-epyc-2026-11-23" / "ladder.json")  # three passes of nano
-
-
-def as_gpu():
-    data = cpu()
-    data["machine"] |= {"device": "cuda", "name": "NVIDIA H200", "cuda": "1"}
-    data["hosts"][0] |= {"device_memory_gib": 16.0, "driver": "1", "cudnn": 91501}
-    data["settings"] |= {"model": "gpt2", "batch_size": 16, "seq_len": 1024}
-    data["roof"] = {"ceilings_tflops": {"float32": 50.0, "tf32": 400.0, "bf16": 700.0}, "copy_gb_per_s": 4000.0}
-    return data
-
-
-def test_a_gpus_result_is_the_first_picture_beside_the_floor_of_its_own_peak():
-    data, counts = as_gpu(), floor.read_counts()
-    texts, figures = publish.parts({"made-up": data} | render.newest())
-    assert "pages/img/made-up-tokens.svg)" in texts["picture"] and "made-up-tokens" in figures
-    assert "counts.svg" not in texts["picture"] and "no GPU" not in texts["picture"] and "counts.svg" in texts["counts"]
-    assert "| NVIDIA H200, gpt2 |" in texts["ladder"] and "A CPU does not predict" not in texts["ladder"]
-    assert texts["results"].index("## NVIDIA H200, gpt2") < texts["results"].index("## CPU: ")
-    *public, (log, rows, _) = publish.beside({"made-up": data}, PUBLIC["log"], counts)
-    assert len(public) == len(PUBLIC["log"]) and log["about"] == "NVIDIA H200, gpt2"
-    step = counts["gpt2", 16, 1024]["speedup_05_compile.py"]
-    measured = next(row["median_ms"] for row in data["rows"] if row["name"] == "speedup_05_compile.py")
-    least, _ = floor.Card(data["roof"]["ceilings_tflops"], 4000.0).floor_ms(step)
-    assert [row["script"] for row in rows] == [publish.title(script) for script in counts["gpt2", 16, 1024]]
-    assert rows[5]["floor, ms"] == f"{least:,.1f}" and rows[5]["measured / floor"] == f"{measured / least:.2f}"
 
 
 def test_the_speeds_of_rung_10_and_of_the_two_commands_are_the_measured_ones():

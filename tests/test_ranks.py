@@ -1,4 +1,4 @@
-"""Several processes compute the same results as one process, and all of them exit if one dies.
+"""Several processes compute the same results as one process, also after a rank is killed.
 
 The tests use 1, 2 and 4 ranks, several splits of a batch, DDP and FSDP2. The gradients match the gradients of a single
 process within 1e-5. A run that is killed three times with SIGKILL ends with the losses and weights of an uninterrupted
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,14 +24,14 @@ from torch import nn
 PLAIN = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}  # use one thread and do not compile
 SIZES = ["--model", "nano", "--seq-len", "32", "--batch-size", "2", "--total-batch-size", "256"]
 FAULTY = """
-# Run long_run.py. One rank fails in its fourth step, unless torchrun has restarted it.
+# Run long_run.py. One rank is killed in its fourth step, unless torchrun has restarted it.
 import os, runpy, signal, sys, torch
 count, update = 0, torch.optim.AdamW.step
 def step(optimizer, *args, **kwargs):
     global count
     count += 1
     if count == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        {fault}
+        os.kill(os.getpid(), signal.SIGKILL)
     return update(optimizer, *args, **kwargs)
 torch.optim.AdamW.step = step
 sys.argv[0] = {script!r}
@@ -171,45 +170,14 @@ def test_shards_train_like_the_whole_model_and_either_resumes_the_other(run, sma
     assert slices.losses == pytest.approx(expected[6:], abs=2e-4)
 
 
-@pytest.fixture
-def faulty(tmp_path, run, small):
-    """Return a function that runs long_run.py on two ranks, of which the second fails."""
-
-    def with_fault(fault, *args, restarts=0):
-        path = tmp_path / "faulty.py"
-        path.write_text(FAULTY.format(fault=fault, script=str(small / LONG)))
-        # Without this setting, restarted ranks may try to connect to the failed ranks (pytorch/pytorch#135712).
-        environment = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return run(path, *SIZES, *args, torchrun=2, restarts=restarts, **environment)
-
-    return with_fault
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault, cause",
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9 (SIGKILL)"),
-        ("raise ValueError('a bad batch')", "a bad batch"),
-    ],
-)
-def test_a_failing_rank_stops_the_others_and_is_named(faulty, tmp_path, fault, cause):
-    done = faulty(fault, "--steps", 1000, "--checkpoint-dir", tmp_path / "saved")
-    assert done.returncode != 0
-    lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-    assert not [line for line in lines if str(tmp_path) in line]
-    # Failure times are in whole seconds, so torchrun may report a consequence of rank 1's failure as the root cause.
-    # The test therefore searches all reported failures for rank 1.
-    _, *failures = re.split(r"\n *\[\d\]:\n", done.stderr)
-    failed = [failure for failure in failures if re.search(r"rank +: 1 ", failure)]
-    assert len(failed) == 1 and cause in failed[0], done.stderr
-    assert len(done.losses) in (3, 4)
-
-
-@pytest.mark.slow
-def test_max_restarts_resumes_from_the_newest_checkpoint(faulty, calm, tmp_path):
+def test_max_restarts_resumes_from_the_newest_checkpoint(run, small, calm, tmp_path):
+    path = tmp_path / "faulty.py"
+    path.write_text(FAULTY.format(script=str(small / LONG)))
+    # Without this setting, restarted ranks may try to connect to the failed ranks (pytorch/pytorch#135712).
+    environment = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     saving = "--checkpoint-dir", tmp_path / "saved", "--save-every", 2, "--resume", "--log-file", tmp_path / "log.jsonl"
-    done = faulty("os.kill(os.getpid(), signal.SIGKILL)", "--steps", 8, *saving, restarts=1)
+    done = run(path, *SIZES, "--steps", 8, *saving, torchrun=2, restarts=1, **environment)
     assert done.returncode == 0, done.stderr
     assert re.search("[24] of 8 steps are done", done.stdout)  # rank 0 may save step 4 before it is stopped
     steps = {step: (step, loss, norm) for step, loss, norm in curve(done)}  # repeated steps count once
