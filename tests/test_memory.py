@@ -7,6 +7,7 @@ import publish
 import pytest
 import torch
 from conftest import CHECKPOINTING, CHUNKED, RUNGS, load, play
+from torch.testing._internal.two_tensor import TwoTensor
 
 B, T = 2, 64
 
@@ -110,6 +111,22 @@ def test_the_prediction_matches_the_peak_of_two_processes():
     measured = memory.measure(RUNGS["branches/fsdp_run.py"], sizes, "cpu", ranks=2)
     assert sum(parts.values()) == pytest.approx(measured, rel=0.1)
     assert parts["moments"] == pytest.approx(2 * parts["weights"], rel=0.01)
+
+
+def test_a_tensor_made_of_tensors_counts_once():
+    """FSDP2's weights and moments are DTensors. A DTensor has the size of the unsharded tensor, but no memory."""
+    with memory.Live() as live:
+        pair = TwoTensor(torch.zeros(10), torch.zeros(10)) + 1
+    assert live.peak == 4 * (10 + 10 + 10 + 10) and live.now == 4 * (10 + 10)
+    del pair
+
+
+def test_a_storage_that_is_resized_changes_the_sum():
+    """FSDP2 frees and allocates the unsharded weights of a block by resizing their storage."""
+    with memory.Live() as live:
+        tensor = torch.zeros(1000)
+    live.resize(tensor.untyped_storage()._cdata, 0)
+    assert (live.now, live.peak) == (0, 4000)
 
 
 def test_the_table_and_the_file_agree(tmp_path):
