@@ -542,6 +542,20 @@ def test_two_measurements_are_compared_row_by_row(tmp_path, capsys, monkeypatch)
     assert "first.py" not in printed and printed.count("Commit 0123456.") == 2
 
 
+@pytest.mark.parametrize("key, other", [("device", "cuda"), ("model", "gpt2"), ("batch_size", 64), ("seq_len", 16)])
+def test_a_gpu_is_not_compared_with_a_cpu_nor_other_work(key, other, tmp_path, monkeypatch, capsys):
+    for folder in "first", "second":
+        data = measurement(made("a.py", [SLOW]))
+        data["settings"] |= {key: other} if folder == "second" else {}
+        (tmp_path / folder).mkdir()
+        record.save(tmp_path / folder / "ladder.json", data)
+    monkeypatch.setattr("sys.argv", ["compare.py", str(tmp_path / "first"), str(tmp_path / "second")])
+    with pytest.raises(SystemExit) as exit:
+        compare.main()
+    said = f"compare.py: error: the measurements differ in {key}: their step times are not comparable\n"
+    assert (exit.value.code, capsys.readouterr().err) == (2, said)
+
+
 def test_a_figure_shows_each_row_under_its_own_name():
     data = measurement(made("a.py", [SLOW], memory=3.0), made("b.py", [FAST], "a.py"), float32=0.5)
     for row, ms in zip(data["rows"], (2.0, 1.0), strict=True):
