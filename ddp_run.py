@@ -196,46 +196,6 @@ def get_lr(step, steps, max_lr=6e-4, warmup_steps=10):
     return max_lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def parse_args():
-    """Parse the command line; some defaults depend on the device. Exits with a one-line error for a bad argument."""
-    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
-    weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
-    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences per batch, default 4")
-    parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
-    parser.add_argument("--steps", type=int, default=50, help="default 50")
-    parser.add_argument("--seed", type=int, default=1337, help="default 1337")
-    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
-    parser.add_argument("--data", default=Path(__file__).with_name("input.txt"), help="UTF-8 text, default input.txt")
-    parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
-    parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
-    parser.add_argument("--save", metavar="FILE", type=Path, help="file for the final weights (a state dict)")
-    args = parser.parse_args()
-    args.ddp = dist.is_torchelastic_launched()  # True under torchrun, which sets the variables below
-    args.rank, args.world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if args.ddp else (0, 1)
-    if args.ddp and args.device == accelerator and accelerator != "cpu":
-        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"  # each rank uses a separate GPU
-    if args.device not in devices:
-        found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
-        parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
-    if not args.init_from and not args.model:
-        args.model = "nano" if args.device == "cpu" else "gpt2"
-    if args.seq_len is None:
-        args.seq_len = 128 if args.model == "nano" else 1024
-    args.total_batch_size = args.total_batch_size or (4096 if args.model == "nano" else 524288)
-    if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
-        parser.error("need at least 1 for --batch-size and --steps, 1 to 1024 for --seq-len, 0 to 2**64 - 1 for --seed")
-    micro_step = args.batch_size * args.seq_len * args.world_size  # tokens per micro-step, over all ranks
-    if args.total_batch_size < 1 or args.total_batch_size % micro_step:
-        parser.error(f"--total-batch-size {args.total_batch_size} is not a multiple of B * T * ranks = {micro_step}")
-    if args.compile_mode != "default" and args.total_batch_size > micro_step:
-        parser.error(f"--compile-mode {args.compile_mode} allows one micro-step: set --total-batch-size {micro_step}")
-    return args
-
-
 def main():
     args = parse_args()
     ddp, rank, world_size = args.ddp, args.rank, args.world_size
@@ -301,6 +261,49 @@ def main():
     if args.save and rank == 0:
         save_whole(args.save, (model.module if ddp else model).cpu().state_dict())
         print(f"saved the weights to {args.save}")
+
+
+# From here on: arguments, printing and errors.
+
+
+def parse_args():
+    """Parse the command line; some defaults depend on the device. Exits with a one-line error for a bad argument."""
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
+    weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
+    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences per batch, default 4")
+    parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
+    parser.add_argument("--steps", type=int, default=50, help="default 50")
+    parser.add_argument("--seed", type=int, default=1337, help="default 1337")
+    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    parser.add_argument("--data", default=Path(__file__).with_name("input.txt"), help="UTF-8 text, default input.txt")
+    parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
+    parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="file for the final weights (a state dict)")
+    args = parser.parse_args()
+    args.ddp = dist.is_torchelastic_launched()  # True under torchrun, which sets the variables below
+    args.rank, args.world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if args.ddp else (0, 1)
+    if args.ddp and args.device == accelerator and accelerator != "cpu":
+        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"  # each rank uses a separate GPU
+    if args.device not in devices:
+        found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
+        parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
+    if not args.init_from and not args.model:
+        args.model = "nano" if args.device == "cpu" else "gpt2"
+    if args.seq_len is None:
+        args.seq_len = 128 if args.model == "nano" else 1024
+    args.total_batch_size = args.total_batch_size or (4096 if args.model == "nano" else 524288)
+    if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
+        parser.error("need at least 1 for --batch-size and --steps, 1 to 1024 for --seq-len, 0 to 2**64 - 1 for --seed")
+    micro_step = args.batch_size * args.seq_len * args.world_size  # tokens per micro-step, over all ranks
+    if args.total_batch_size < 1 or args.total_batch_size % micro_step:
+        parser.error(f"--total-batch-size {args.total_batch_size} is not a multiple of B * T * ranks = {micro_step}")
+    if args.compile_mode != "default" and args.total_batch_size > micro_step:
+        parser.error(f"--compile-mode {args.compile_mode} allows one micro-step: set --total-batch-size {micro_step}")
+    return args
 
 
 def print_header(args, model, loader):

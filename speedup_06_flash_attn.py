@@ -174,34 +174,6 @@ class DataLoaderLite:
         return tokens[:-1].view(self.B, self.T), tokens[1:].view(self.B, self.T)
 
 
-def parse_args():
-    """Parse the command line; some defaults depend on the device. Exits with a one-line error for a bad argument."""
-    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
-    weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
-    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences per batch, default 4")
-    parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
-    parser.add_argument("--steps", type=int, default=50, help="default 50")
-    parser.add_argument("--seed", type=int, default=1337, help="default 1337")
-    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
-    parser.add_argument("--data", default=Path(__file__).with_name("input.txt"), help="UTF-8 text, default input.txt")
-    parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
-    args = parser.parse_args()
-    if args.device not in devices:
-        found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
-        parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
-    if not args.init_from and not args.model:
-        args.model = "nano" if args.device == "cpu" else "gpt2"
-    if args.seq_len is None:
-        args.seq_len = 128 if args.model == "nano" else 1024
-    if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
-        parser.error("need at least 1 for --batch-size and --steps, 1 to 1024 for --seq-len, 0 to 2**64 - 1 for --seed")
-    return args
-
-
 def main():
     args = parse_args()
     device, B, T = torch.device(args.device), args.batch_size, args.seq_len
@@ -242,6 +214,37 @@ def main():
                 raise UserError(f"the loss is not finite at step {step}")
     finally:  # runs after Ctrl-C as well
         print_summary(times, B * T, device)
+
+
+# From here on: arguments, printing and errors.
+
+
+def parse_args():
+    """Parse the command line; some defaults depend on the device. Exits with a one-line error for a bad argument."""
+    accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
+    weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
+    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences per batch, default 4")
+    parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
+    parser.add_argument("--steps", type=int, default=50, help="default 50")
+    parser.add_argument("--seed", type=int, default=1337, help="default 1337")
+    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
+    parser.add_argument("--data", default=Path(__file__).with_name("input.txt"), help="UTF-8 text, default input.txt")
+    parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
+    args = parser.parse_args()
+    if args.device not in devices:
+        found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
+        parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
+    if not args.init_from and not args.model:
+        args.model = "nano" if args.device == "cpu" else "gpt2"
+    if args.seq_len is None:
+        args.seq_len = 128 if args.model == "nano" else 1024
+    if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
+        parser.error("need at least 1 for --batch-size and --steps, 1 to 1024 for --seq-len, 0 to 2**64 - 1 for --seed")
+    return args
 
 
 def print_header(args, model, loader):
