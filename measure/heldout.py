@@ -86,8 +86,10 @@ def train(script, max_lr, words):
         changes.callback(register_optimizer_step_post_hook(after_step).remove)
         try:
             module.main()
-        except (Exception, KeyboardInterrupt) as error:
-            sys.exit(module.exit_message(error))
+        except (OSError, ValueError) as error:
+            sys.exit(f"heldout.py: error: {error}")
+        except KeyboardInterrupt:
+            sys.exit(1)
     return found
 
 
