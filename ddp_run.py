@@ -1,9 +1,9 @@
 """DDP (scale): training on 1, 2, 4 or 8 GPUs with half a million tokens per step for GPT-2.
 
-torchrun starts one process per GPU, called a rank, and each rank has a full copy of the model. A batch of half a
-million tokens does not fit on one GPU, so each rank accumulates gradients over several micro-batches of B * T tokens.
-An all-reduce then averages the gradients (498 MB for 124M float32 parameters) over the ranks. DDP overlaps the
-all-reduce with the last backward pass.
+torchrun starts one process per GPU, called a rank, and each rank has a full copy of the model. Half a million tokens do
+not fit on one GPU, so each rank accumulates the gradients of several micro-batches. An all-reduce, which overlaps with
+the last backward pass, averages the gradients (498 MB for 124M parameters). model.compile() may come before DDP because
+it is lazy: step 0 compiles inside DDP's forward pass, and the compiler splits the graph at DDP's buckets.
 
 When it does not help: on one GPU, or if the total batch is small and the interconnect is slow, DDP gives no speed-up.
 
@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.elastic.multiprocessing.errors import record
 
 
 @dataclass
@@ -97,9 +96,10 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
-        for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
-                p.data /= math.sqrt(2 * config.n_layer)
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
+                    p /= math.sqrt(2 * config.n_layer)
 
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -116,31 +116,25 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, vocab_size)
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
-    def configure_optimizers(self):
-        """Return fused AdamW, with weight decay only for matrices (2-D). The training loop sets the learning rate."""
-        decay = [p for p in self.parameters() if p.dim() >= 2]
-        no_decay = [p for p in self.parameters() if p.dim() < 2]
-        groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    def configure_optimizers(self, lr):
+        """Return AdamW with GPT-3's settings: weight decay on matrices (2-D), none on biases and LayerNorm weights."""
+        decay = {"params": [p for p in self.parameters() if p.dim() >= 2], "weight_decay": 0.1}
+        no_decay = {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0}
+        return torch.optim.AdamW([decay, no_decay], lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     @classmethod
     def from_pretrained(cls, source):
-        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError on failure."""
+        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises OSError or UserError."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
-        try:
-            from transformers import GPT2LMHeadModel
+        from transformers import GPT2Config, GPT2LMHeadModel
 
-            hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True)
-        except Exception as error:  # transformers, safetensors and the hub raise many exception types
-            hub = "" if "Repo id" in str(error) else f", and loading from the Hugging Face hub failed: {error}"
-            raise UserError(f"{source}: {error if Path(source).exists() else 'no such folder' + hub}") from None
-        c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
-        found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.activation_function, c.layer_norm_epsilon
-        found += c.tie_word_embeddings, c.scale_attn_weights, c.add_cross_attention, c.scale_attn_by_inverse_layer_idx
-        if bad_keys or found != (50257, 1024, 4 * c.n_embd, "gelu_new", 1e-5, True, True, False, False):
-            raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
-        conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
-        state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
+        hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True)
+        c, gpt2 = hf.config, GPT2Config().to_dict()  # the defaults of GPT2Config are GPT-2's values
+        fixed = ("vocab_size", "n_positions", "n_inner", "activation", "layer_norm", "tie_word", "scale_", "add_cross")
+        differ = [f"{k} is {v}" for k, v in c.to_dict().items() if k.startswith(fixed) and v != gpt2[k]]
+        if problems := differ + [f"{n} is missing" for n in info["missing_keys"]]:
+            raise UserError(f"{source}: not GPT-2: {problems[0]}")
+        state = {n: w.t() if ".h." in n and w.dim() == 2 else w for n, w in hf.state_dict().items()}  # to (out, in)
         wte = state["transformer.wte.weight"]  # pad with the mean: zeros give logits of 0, above GPT-2's negative ones
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
@@ -156,6 +150,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
     "nano": GPTConfig(n_layer=4, n_head=4, n_embd=128),  # small enough for a CPU
 }
+ROOT = next((p for p in Path(__file__).resolve().parents if (p / "tokenizer").is_dir()), Path())  # has input.txt, too
 
 
 class DataLoaderLite:
@@ -164,19 +159,14 @@ class DataLoaderLite:
     def __init__(self, path, batch_size, seq_len, rank=0, world_size=1):
         self.rank, self.world_size = rank, world_size  # each rank reads every world_size-th batch
         self.B, self.T, self.position = batch_size, seq_len, 0
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(ROOT / "tokenizer")  # otherwise, tiktoken downloads the vocabulary
         try:
             text = Path(path).read_bytes().decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            self.tokens = tiktoken.get_encoding("gpt2").encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+        except (OSError, ValueError) as error:  # not a file, not UTF-8, or a text that tiktoken cannot split
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parent / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
-        if not tokenizer.is_dir():
-            raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
-        os.environ["TIKTOKEN_CACHE_DIR"] = str(tokenizer)
-        self.tokens = np.array(tiktoken.get_encoding("gpt2").encode_ordinary(text), dtype=np.uint16)
-        need = self.B * self.T * world_size + 1
-        if len(self.tokens) < need:
-            sizes = f"B {self.B}, T {self.T}, {world_size} ranks"
-            raise UserError(f"{path}: {len(self.tokens)} tokens, but {sizes} need {need}")
+        if (most := max(len(self.tokens) - 1, 0) // (self.T * world_size)) < self.B:
+            raise UserError(f"{path}: {len(self.tokens)} tokens allow --batch-size {most} at most, with T {self.T}")
 
     def next_batch(self):
         """Return x and y, both (B, T) and int64, on the CPU. y contains the token that follows each token of x."""
@@ -198,7 +188,7 @@ def get_lr(step, steps, max_lr=6e-4, warmup_steps=10):
 
 def main():
     args = parse_args()
-    ddp, rank, world_size = args.ddp, args.rank, args.world_size
+    rank, world_size, ddp = args.rank, args.world_size, args.world_size > 1
     sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w")  # only rank 0 prints
     device, B, T, total = torch.device(args.device), args.batch_size, args.seq_len, args.total_batch_size
     accumulation = total // (B * T * world_size)  # micro-steps per optimizer step
@@ -207,27 +197,29 @@ def main():
     torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # "high" is TF32, "highest" is float32
     if not ampere_or_later:
         print("no TF32 here: this script uses it on NVIDIA GPUs with compute capability 8.0 or later")
-    use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
+    use_bf16 = ampere_or_later or (device.type == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16", False))
     if not use_bf16:
-        print("no bf16 here: this script uses it on NVIDIA GPUs with compute capability 8.0 or later and AVX-512 CPUs")
-
+        print("no bf16 here: this script uses it on NVIDIA GPUs from compute capability 8.0 and CPUs with AVX512_BF16")
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
     loader = DataLoaderLite(args.data, B, T, rank, world_size)
     print_header(args, model, loader)
     print(f"{total} tokens per step = {accumulation} micro-steps * B {B} * T {T} * {world_size} ranks", flush=True)
-    if args.save and rank == 0:
-        save_whole(args.save)  # fail before training if the file cannot be written
-
+    if not ddp and torch.accelerator.device_count() > 1:
+        print(f"{torch.accelerator.device_count()} GPUs found: torchrun uses all of them")
     if ddp:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        print(f"rank {rank}: waiting for {world_size} ranks at {address}", file=sys.stderr, flush=True)
         torch.get_device_module(device).set_device(device)  # this rank's GPU
         dist.init_process_group(dist.get_default_backend_for_device(device))
+
     model.to(device)
     model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
     print("compiling: the first step takes about a minute", flush=True)
-    optimizer = model.configure_optimizers()
+    optimizer = model.configure_optimizers(lr=0.0)  # the loop sets the learning rate
     if ddp:
         model = nn.parallel.DistributedDataParallel(model)  # broadcasts rank 0's weights; backward() averages gradients
+    synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None  # waits for a GPU
     times = []  # seconds per step
     try:
         for step in range(args.steps):
@@ -250,7 +242,7 @@ def main():
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-            synchronize(device)
+            synchronize(device)  # Python only queues the GPU's work; the timer would otherwise stop too early
             times.append(time.perf_counter() - start)
             print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
             print(f"dt {1000 * times[-1]:8.2f} ms | {total / times[-1]:10,.0f} tok/s", flush=True)
@@ -259,7 +251,8 @@ def main():
     finally:  # runs after Ctrl-C as well
         print_summary(times, total, device)
     if args.save and rank == 0:
-        save_whole(args.save, (model.module if ddp else model).cpu().state_dict())
+        torch.save((model.module if ddp else model).cpu().state_dict(), f"{args.save}.tmp")
+        os.replace(f"{args.save}.tmp", args.save)  # a kill cannot leave half a file under this name
         print(f"saved the weights to {args.save}")
 
 
@@ -269,40 +262,40 @@ def main():
 def parse_args():
     """Parse the command line; some defaults depend on the device. Exits with a one-line error for a bad argument."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
+    devices = sorted({"cpu", accelerator, *(f"{accelerator}:{i}" for i in range(torch.accelerator.device_count()))})
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
-    weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
+    parser.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
+    parser.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format, not --model")
     parser.add_argument("--batch-size", type=int, default=4, help="B, sequences per batch, default 4")
     parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
     parser.add_argument("--steps", type=int, default=50, help="default 50")
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
-    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
-    parser.add_argument("--data", default=Path(__file__).with_name("input.txt"), help="UTF-8 text, default input.txt")
+    parser.add_argument("--device", choices=devices, default=accelerator, help=f"default {accelerator}")
+    parser.add_argument("--data", default=ROOT / "input.txt", help="UTF-8 text, default input.txt")
     parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
     parser.add_argument("--total-batch-size", type=int, help="tokens per step, default 524288; 4096 with nano")
-    parser.add_argument("--save", metavar="FILE", type=Path, help="file for the final weights (a state dict)")
+    parser.add_argument("--save", metavar="FILE", help="file for the final weights (a state dict)")
     args = parser.parse_args()
-    args.ddp = dist.is_torchelastic_launched()  # True under torchrun, which sets the variables below
-    args.rank, args.world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if args.ddp else (0, 1)
-    if args.ddp and args.device == accelerator and accelerator != "cpu":
-        args.device = f"{accelerator}:{os.environ['LOCAL_RANK']}"  # each rank uses a separate GPU
-    if args.device not in devices:
-        found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
-        parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
-    if not args.init_from and not args.model:
-        args.model = "nano" if args.device == "cpu" else "gpt2"
-    if args.seq_len is None:
-        args.seq_len = 128 if args.model == "nano" else 1024
+    unset = sorted({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys())  # torchrun sets all four
+    if 0 < len(unset) < 4 and os.environ.get("WORLD_SIZE") != "1":
+        parser.error(f"{', '.join(unset)} not set: set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none")
+    args.rank, args.world_size = (0, 1) if unset else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    if args.world_size > 1 and args.device == accelerator != "cpu":
+        args.device += f":{os.environ.get('LOCAL_RANK', args.rank % torch.accelerator.device_count())}"
+        if args.device not in devices:
+            parser.error(f"{args.device} for rank {args.rank}: PyTorch finds only {', '.join(devices)}")
+    args.model = None if args.init_from else args.model or ("nano" if args.device == "cpu" else "gpt2")
+    args.seq_len = args.seq_len or (128 if args.model == "nano" else 1024)
+    if min(args.batch_size, args.steps, args.seq_len) < 1 or args.seq_len > 1024:
+        parser.error("need at least 1 for --batch-size, --steps and --seq-len, and at most 1024 for --seq-len")
     args.total_batch_size = args.total_batch_size or (4096 if args.model == "nano" else 524288)
-    if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
-        parser.error("need at least 1 for --batch-size and --steps, 1 to 1024 for --seq-len, 0 to 2**64 - 1 for --seed")
     micro_step = args.batch_size * args.seq_len * args.world_size  # tokens per micro-step, over all ranks
     if args.total_batch_size < 1 or args.total_batch_size % micro_step:
         parser.error(f"--total-batch-size {args.total_batch_size} is not a multiple of B * T * ranks = {micro_step}")
     if args.compile_mode != "default" and args.total_batch_size > micro_step:
         parser.error(f"--compile-mode {args.compile_mode} allows one micro-step: set --total-batch-size {micro_step}")
+    if args.save and not Path(args.save).resolve().parent.is_dir():
+        parser.error(f"--save {args.save}: no such folder")
     return args
 
 
@@ -310,73 +303,33 @@ def print_header(args, model, loader):
     """Print the device, the model, the batch size and the length of the text."""
     if (args.model, args.device) == ("nano", "cpu"):
         print("nano (4 layers, hidden size 128) is the default model on a CPU; --model gpt2 trains GPT-2")
-    module = torch.get_device_module(args.device)
-    chip = module.get_device_name(args.device) if hasattr(module, "get_device_name") else platform.machine()
+    chip = torch.cuda.get_device_name(args.device) if args.device.startswith("cuda") else platform.machine()
     about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
     print(f"device {args.device} ({chip}) | torch {torch.__version__} | {about} | B {loader.B} T {loader.T}")
-    print(f"loaded {len(loader.tokens)} tokens")
-    print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches", flush=True)
-
-
-def synchronize(device):
-    """Wait for the device. Python only queues work on a GPU, so the timer would otherwise stop too early."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    print(f"loaded {len(loader.tokens)} tokens\n1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches")
 
 
 def print_summary(times, tokens_per_step, device):
     """Print the median step time, tokens per second and, on CUDA, PyTorch's peak allocated memory."""
     if times:
         first = 10 if len(times) >= 20 else len(times) // 2  # exclude compilation and other warm-up
-        median = float(np.median(times[first:]))
+        median = np.median(times[first:])
         print(f"median of steps {first}-{len(times) - 1}: {1000 * median:.2f} ms", end=", ")
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""), flush=True)
-
-
-def save_whole(path, contents=None):
-    """Save `contents` atomically for torch.load(). If `contents` is None, only test the path. Raises UserError."""
-    unfinished = Path(f"{path}.tmp")
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is not a regular file")
-    try:
-        with open(unfinished, "wb") as file:
-            torch.save(contents, file)
-        if contents:
-            os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:  # on a full disk, torch.save turns the OSError into a RuntimeError
-        raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 class UserError(ValueError):
     """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
-def exit_message(error):
-    """Return an argument for sys.exit(): a one-line message, or 1 to exit silently. Re-raises unexpected errors."""
-    text = " ".join(str(error).split())
-    no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
-    if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
-        args = parse_args()  # parsed again, to get B and T
-        text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
-        text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # stdout is broken; discard what Python would write at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif isinstance(error, dist.DistError) or (dist.is_initialized() and isinstance(error, RuntimeError)):  # from Gloo
-        text = f"rank {os.environ['RANK']}: {text}; if another rank failed, read its error instead"
-    elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
-        raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
-    return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
-
-
 if __name__ == "__main__":
     try:
-        record(main)()  # with record, torchrun reports the traceback of each failed rank
-    except (Exception, KeyboardInterrupt) as error:
-        sys.exit(exit_message(error))
-    if dist.is_initialized():  # after main() has freed the model; the reverse order can hang with Gloo
-        dist.destroy_process_group()
+        main()
+        if dist.is_initialized():  # after main() has freed the model; the reverse order can hang with Gloo
+            dist.destroy_process_group()
+    except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:  # the last one has no text
+        if type(error) is RuntimeError:  # PyTorch's errors of other types, such as out of memory, explain themselves
+            raise
+        why = "out of memory: lower --batch-size or --seq-len" if isinstance(error, torch.OutOfMemoryError) else error
+        sys.exit(f"{Path(__file__).name}: error: {' '.join(str(why).split())}" if str(error) else 1)

@@ -123,9 +123,9 @@ class GPT(nn.Module):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True)
-        c, gpt2 = hf.config, GPT2Config()  # the defaults of GPT2Config are GPT-2's values
-        names = "vocab_size n_positions activation_function tie_word_embeddings scale_attn_by_inverse_layer_idx"
-        differ = [f"{n} is {getattr(c, n)}" for n in names.split() if getattr(c, n) != getattr(gpt2, n)]
+        c, gpt2 = hf.config, GPT2Config().to_dict()  # the defaults of GPT2Config are GPT-2's values
+        fixed = ("vocab_size", "n_positions", "n_inner", "activation", "layer_norm", "tie_word", "scale_", "add_cross")
+        differ = [f"{k} is {v}" for k, v in c.to_dict().items() if k.startswith(fixed) and v != gpt2[k]]
         if problems := differ + [f"{n} is missing" for n in info["missing_keys"]]:
             raise UserError(f"{source}: not GPT-2: {problems[0]}")
         state = {n: w.t() if ".h." in n and w.dim() == 2 else w for n, w in hf.state_dict().items()}  # to (out, in)
@@ -155,7 +155,7 @@ class DataLoaderLite:
             self.tokens = tiktoken.get_encoding("gpt2").encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
         except (OSError, ValueError) as error:  # not a file, not UTF-8, or a text that tiktoken cannot split
             raise UserError(f"{path}: {error}") from None
-        if (most := (len(self.tokens) - 1) // self.T) < self.B:
+        if (most := max(len(self.tokens) - 1, 0) // self.T) < self.B:
             raise UserError(f"{path}: {len(self.tokens)} tokens allow --batch-size {most} at most, with T {self.T}")
 
     def next_batch(self):
@@ -227,7 +227,7 @@ def parse_args():
     parser.add_argument("--data", default=ROOT / "input.txt", help="UTF-8 text, default input.txt")
     parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
     args = parser.parse_args()
-    args.model = args.init_from or args.model or ("nano" if args.device == "cpu" else "gpt2")
+    args.model = None if args.init_from else args.model or ("nano" if args.device == "cpu" else "gpt2")
     args.seq_len = args.seq_len or (128 if args.model == "nano" else 1024)
     if min(args.batch_size, args.steps, args.seq_len) < 1 or args.seq_len > 1024:
         parser.error("need at least 1 for --batch-size, --steps and --seq-len, and at most 1024 for --seq-len")
@@ -239,7 +239,7 @@ def print_header(args, model, loader):
     if (args.model, args.device) == ("nano", "cpu"):
         print("nano (4 layers, hidden size 128) is the default model on a CPU; --model gpt2 trains GPT-2")
     chip = torch.cuda.get_device_name(args.device) if args.device.startswith("cuda") else platform.machine()
-    about = f"{args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
+    about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
     print(f"device {args.device} ({chip}) | torch {torch.__version__} | {about} | B {loader.B} T {loader.T}")
     print(f"loaded {len(loader.tokens)} tokens\n1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches")
 
@@ -264,5 +264,5 @@ if __name__ == "__main__":
     except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:  # the last one has no text
         if type(error) is RuntimeError:  # PyTorch's errors of other types, such as out of memory, explain themselves
             raise
-        hint = "lower --batch-size or --seq-len: " if isinstance(error, torch.OutOfMemoryError) else ""
-        sys.exit(f"{Path(__file__).name}: error: {hint}{' '.join(str(error).split())}" if str(error) else 1)
+        why = "out of memory: lower --batch-size or --seq-len" if isinstance(error, torch.OutOfMemoryError) else error
+        sys.exit(f"{Path(__file__).name}: error: {' '.join(str(why).split())}" if str(error) else 1)

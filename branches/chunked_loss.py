@@ -95,9 +95,10 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
-        for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
-                p.data /= math.sqrt(2 * config.n_layer)
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
+                    p /= math.sqrt(2 * config.n_layer)
 
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -121,31 +122,25 @@ class GPT(nn.Module):
         """Return the sum of the cross-entropies, in nats, of hidden states x (rows, C) and targets (rows,)."""
         return F.cross_entropy(self.lm_head(x), targets, reduction="sum")  # logits: (rows, vocab_size)
 
-    def configure_optimizers(self):
-        """Return fused AdamW, with weight decay only for matrices (2-D). The training loop sets the learning rate."""
-        decay = [p for p in self.parameters() if p.dim() >= 2]
-        no_decay = [p for p in self.parameters() if p.dim() < 2]
-        groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    def configure_optimizers(self, lr):
+        """Return AdamW with GPT-3's settings: weight decay on matrices (2-D), none on biases and LayerNorm weights."""
+        decay = {"params": [p for p in self.parameters() if p.dim() >= 2], "weight_decay": 0.1}
+        no_decay = {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0}
+        return torch.optim.AdamW([decay, no_decay], lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     @classmethod
     def from_pretrained(cls, source):
-        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError on failure."""
+        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises OSError or UserError."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
-        try:
-            from transformers import GPT2LMHeadModel
+        from transformers import GPT2Config, GPT2LMHeadModel
 
-            hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True)
-        except Exception as error:  # transformers, safetensors and the hub raise many exception types
-            hub = "" if "Repo id" in str(error) else f", and loading from the Hugging Face hub failed: {error}"
-            raise UserError(f"{source}: {error if Path(source).exists() else 'no such folder' + hub}") from None
-        c, bad_keys = hf.config, (info["missing_keys"] or info["mismatched_keys"])
-        found = c.vocab_size, c.n_positions, c.n_inner or 4 * c.n_embd, c.activation_function, c.layer_norm_epsilon
-        found += c.tie_word_embeddings, c.scale_attn_weights, c.add_cross_attention, c.scale_attn_by_inverse_layer_idx
-        if bad_keys or found != (50257, 1024, 4 * c.n_embd, "gelu_new", 1e-5, True, True, False, False):
-            raise UserError(f"{source}: not GPT-2 (50257 tokens, 1024 positions, tied head, tanh GELU)")
-        conv1d = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out); nn.Linear expects (out, in)
-        state = {name: w.t() if name.endswith(conv1d) else w for name, w in hf.state_dict().items()}
+        hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True)
+        c, gpt2 = hf.config, GPT2Config().to_dict()  # the defaults of GPT2Config are GPT-2's values
+        fixed = ("vocab_size", "n_positions", "n_inner", "activation", "layer_norm", "tie_word", "scale_", "add_cross")
+        differ = [f"{k} is {v}" for k, v in c.to_dict().items() if k.startswith(fixed) and v != gpt2[k]]
+        if problems := differ + [f"{n} is missing" for n in info["missing_keys"]]:
+            raise UserError(f"{source}: not GPT-2: {problems[0]}")
+        state = {n: w.t() if ".h." in n and w.dim() == 2 else w for n, w in hf.state_dict().items()}  # to (out, in)
         wte = state["transformer.wte.weight"]  # pad with the mean: zeros give logits of 0, above GPT-2's negative ones
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
@@ -161,6 +156,7 @@ MODELS = {  # the parameter counts assume a tied output head (rung 01)
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
     "nano": GPTConfig(n_layer=4, n_head=4, n_embd=128),  # small enough for a CPU
 }
+ROOT = next((p for p in Path(__file__).resolve().parents if (p / "tokenizer").is_dir()), Path())  # has input.txt, too
 
 
 class DataLoaderLite:
@@ -168,18 +164,14 @@ class DataLoaderLite:
 
     def __init__(self, path, batch_size, seq_len):
         self.B, self.T, self.position = batch_size, seq_len, 0
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(ROOT / "tokenizer")  # otherwise, tiktoken downloads the vocabulary
         try:
             text = Path(path).read_bytes().decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            self.tokens = tiktoken.get_encoding("gpt2").encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+        except (OSError, ValueError) as error:  # not a file, not UTF-8, or a text that tiktoken cannot split
             raise UserError(f"{path}: {error}") from None
-        tokenizer = Path(__file__).resolve().parents[1] / "tokenizer"  # otherwise, tiktoken downloads the vocabulary
-        if not tokenizer.is_dir():
-            raise UserError(f"{tokenizer} is missing: copy the tokenizer/ folder along with this script")
-        os.environ["TIKTOKEN_CACHE_DIR"] = str(tokenizer)
-        self.tokens = np.array(tiktoken.get_encoding("gpt2").encode_ordinary(text), dtype=np.uint16)
-        need = self.B * self.T + 1
-        if len(self.tokens) < need:
-            raise UserError(f"{path}: {len(self.tokens)} tokens, but B {self.B} and T {self.T} need {need}")
+        if (most := max(len(self.tokens) - 1, 0) // self.T) < self.B:
+            raise UserError(f"{path}: {len(self.tokens)} tokens allow --batch-size {most} at most, with T {self.T}")
 
     def next_batch(self):
         """Return x and y, both (B, T) and int64, on the CPU. y contains the token that follows each token of x."""
@@ -206,10 +198,9 @@ def main():
     torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # "high" is TF32, "highest" is float32
     if not ampere_or_later:
         print("no TF32 here: this script uses it on NVIDIA GPUs with compute capability 8.0 or later")
-    use_bf16 = ampere_or_later or (device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512")
+    use_bf16 = ampere_or_later or (device.type == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16", False))
     if not use_bf16:
-        print("no bf16 here: this script uses it on NVIDIA GPUs with compute capability 8.0 or later and AVX-512 CPUs")
-
+        print("no bf16 here: this script uses it on NVIDIA GPUs from compute capability 8.0 and CPUs with AVX512_BF16")
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
     loader = DataLoaderLite(args.data, B, T)
@@ -221,7 +212,8 @@ def main():
     torch._inductor.config.score_fusion_memory_threshold = 1000
     model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
     print("compiling: the first step takes about a minute", flush=True)
-    optimizer = model.configure_optimizers()
+    optimizer = model.configure_optimizers(lr=0.0)  # the loop sets the learning rate
+    synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None  # waits for a GPU
     times = []  # seconds per step
     try:
         for step in range(args.steps):
@@ -237,7 +229,7 @@ def main():
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-            synchronize(device)
+            synchronize(device)  # Python only queues the GPU's work; the timer would otherwise stop too early
             times.append(time.perf_counter() - start)
             print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
             print(f"dt {1000 * times[-1]:8.2f} ms | {B * T / times[-1]:10,.0f} tok/s", flush=True)
@@ -253,28 +245,22 @@ def main():
 def parse_args():
     """Parse the command line; some defaults depend on the device. Exits with a one-line error for a bad argument."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    devices = {"cpu", accelerator} | {f"{accelerator}:{i}" for i in range(torch.accelerator.device_count())}
+    devices = sorted({"cpu", accelerator, *(f"{accelerator}:{i}" for i in range(torch.accelerator.device_count()))})
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
-    weights.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format")
+    parser.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
+    parser.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format, not --model")
     parser.add_argument("--batch-size", type=int, default=4, help="B, sequences per batch, default 4")
     parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
     parser.add_argument("--steps", type=int, default=50, help="default 50")
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
-    parser.add_argument("--device", default=accelerator, help=f"default {accelerator}")
-    parser.add_argument("--data", default=Path(__file__).parents[1] / "input.txt", help="UTF-8 text, default input.txt")
+    parser.add_argument("--device", choices=devices, default=accelerator, help=f"default {accelerator}")
+    parser.add_argument("--data", default=ROOT / "input.txt", help="UTF-8 text, default input.txt")
     parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
     args = parser.parse_args()
-    if args.device not in devices:
-        found = f"PyTorch {torch.__version__} finds only {', '.join(sorted(devices))}"
-        parser.error(f"--device {args.device}: {found}; to use a GPU, install its driver and a PyTorch build for it")
-    if not args.init_from and not args.model:
-        args.model = "nano" if args.device == "cpu" else "gpt2"
-    if args.seq_len is None:
-        args.seq_len = 128 if args.model == "nano" else 1024
-    if min(args.batch_size, args.steps) < 1 or not 1 <= args.seq_len <= 1024 or not 0 <= args.seed < 2**64:
-        parser.error("need at least 1 for --batch-size and --steps, 1 to 1024 for --seq-len, 0 to 2**64 - 1 for --seed")
+    args.model = None if args.init_from else args.model or ("nano" if args.device == "cpu" else "gpt2")
+    args.seq_len = args.seq_len or (128 if args.model == "nano" else 1024)
+    if min(args.batch_size, args.steps, args.seq_len) < 1 or args.seq_len > 1024:
+        parser.error("need at least 1 for --batch-size, --steps and --seq-len, and at most 1024 for --seq-len")
     return args
 
 
@@ -282,25 +268,17 @@ def print_header(args, model, loader):
     """Print the device, the model, the batch size and the length of the text."""
     if (args.model, args.device) == ("nano", "cpu"):
         print("nano (4 layers, hidden size 128) is the default model on a CPU; --model gpt2 trains GPT-2")
-    module = torch.get_device_module(args.device)
-    chip = module.get_device_name(args.device) if hasattr(module, "get_device_name") else platform.machine()
+    chip = torch.cuda.get_device_name(args.device) if args.device.startswith("cuda") else platform.machine()
     about = f"{args.init_from or args.model} {sum(p.numel() for p in model.parameters()):,} parameters"
     print(f"device {args.device} ({chip}) | torch {torch.__version__} | {about} | B {loader.B} T {loader.T}")
-    print(f"loaded {len(loader.tokens)} tokens")
-    print(f"1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches", flush=True)
-
-
-def synchronize(device):
-    """Wait for the device. Python only queues work on a GPU, so the timer would otherwise stop too early."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    print(f"loaded {len(loader.tokens)} tokens\n1 epoch = {(len(loader.tokens) - 1) // (loader.B * loader.T)} batches")
 
 
 def print_summary(times, tokens_per_step, device):
     """Print the median step time, tokens per second and, on CUDA, PyTorch's peak allocated memory."""
     if times:
         first = 10 if len(times) >= 20 else len(times) // 2  # exclude compilation and other warm-up
-        median = float(np.median(times[first:]))
+        median = np.median(times[first:])
         print(f"median of steps {first}-{len(times) - 1}: {1000 * median:.2f} ms", end=", ")
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""), flush=True)
@@ -310,25 +288,11 @@ class UserError(ValueError):
     """An error that the user can fix. The script prints its message on one line, without a traceback."""
 
 
-def exit_message(error):
-    """Return an argument for sys.exit(): a one-line message, or 1 to exit silently. Re-raises unexpected errors."""
-    text = " ".join(str(error).split())
-    no_memory = ["out of memory", "ALLOC_FAILED", "cublasCreate", "can't allocate memory"]
-    if isinstance(error, RuntimeError) and any(words in text for words in no_memory):
-        args = parse_args()  # parsed again, to get B and T
-        text = f"out of memory with B {args.batch_size} and T {args.seq_len}: lower --batch-size or --seq-len"
-    elif isinstance(error, torch._dynamo.exc.ShortenTraceback):  # compiler errors, such as a missing g++
-        text = f"torch.compile failed: {text[:200]}"
-    elif isinstance(error, OSError) and not error.filename:  # stdout is broken; discard what Python would write at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif not isinstance(error, (OSError, UserError, KeyboardInterrupt)):
-        raise error
-    silent = isinstance(error, (BrokenPipeError, KeyboardInterrupt))  # Ctrl-C, or a reader such as head has exited
-    return 1 if silent else f"{Path(sys.argv[0]).name}: error: {text}"
-
-
 if __name__ == "__main__":
     try:
         main()
-    except (Exception, KeyboardInterrupt) as error:
-        sys.exit(exit_message(error))
+    except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:  # the last one has no text
+        if type(error) is RuntimeError:  # PyTorch's errors of other types, such as out of memory, explain themselves
+            raise
+        why = "out of memory: lower --batch-size or --seq-len" if isinstance(error, torch.OutOfMemoryError) else error
+        sys.exit(f"{Path(__file__).name}: error: {' '.join(str(why).split())}" if str(error) else 1)

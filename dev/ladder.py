@@ -34,6 +34,7 @@ class Rung:
     run: str = ""
     kind: str = ""
     precision: str = ""
+    changed: str = ""
 
     @property
     def number(self):

@@ -16,12 +16,11 @@ from record import ROOT
 sys.path.append(str(ROOT / "dev"))
 from ladder import read_ladder
 
-# Scripts run without these environment variables, which some containers set. The variables can change a script's
-# precision, disable the compiler, or store compiled kernels in a folder that measure.py does not manage.
+# Scripts run without these environment variables, which some containers and job schedulers set. The variables can
+# change a script's precision, disable the compiler, store compiled kernels in a folder that measure.py does not manage,
+# or make ddp_run.py wait for other ranks.
 OVERRIDES = """NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE
-    TRITON_CACHE_DIR""".split()
-# The address is localhost because a machine without DNS may not resolve its own host name.
-TORCHRUN = "-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=1 ddp_run.py".split()
+    TRITON_CACHE_DIR RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT""".split()
 TEN = "speedup_10_fused_adamw.py"
 
 
@@ -41,7 +40,6 @@ class Row:
 
 
 PEERS = [
-    Row("ddp_run.py under torchrun", tuple(TORCHRUN), "bf16", "ddp_run.py", "peer", accumulates=True),
     Row("transformers, plain loop", ("measure/peers.py", "plain"), "float32", TEN, "peer"),
     Row("transformers, bf16, compiled", ("measure/peers.py", "compiled"), "bf16", TEN, "peer"),
     Row("transformers.Trainer", ("measure/peers.py", "trainer"), "bf16", TEN, "peer"),

@@ -33,11 +33,11 @@ def out_of_memory(error):
 def precisions(device):
     """Return the names of the precisions that the scripts use on this device.
 
-    On a CPU without AVX-512, the list contains only float32, because a 16-bit matmul can take minutes on an x86 CPU of
-    this kind.
+    On a CPU without bf16 instructions, the list contains only float32, because 16-bit matmuls are emulated there and
+    can take minutes.
     """
     if device.type == "cpu":
-        return ["float32", "bf16", "fp16"] if torch.backends.cpu.get_cpu_capability() == "AVX512" else ["float32"]
+        return ["float32", "bf16", "fp16"] if torch.cpu.get_capabilities().get("avx512_bf16") else ["float32"]
     if device.type != "cuda":
         return ["float32", "fp16"]
     capability = torch.cuda.get_device_capability(device)

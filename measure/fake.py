@@ -47,6 +47,7 @@ def run(script, flags, mode, compile, cuda=True, to=lambda module, device: modul
     `cuda` is False. Raises SystemExit if the script rejects an option.
     """
     softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
+    capabilities = {**torch.cpu.get_capabilities(), "avx512_bf16": True}  # on a CPU, the rungs need this for bf16
 
     def in_float32(x, *args, **kwargs):
         return softmax(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)
@@ -64,7 +65,7 @@ def run(script, flags, mode, compile, cuda=True, to=lambda module, device: modul
     }
     if cuda:
         patches |= {
-            "torch.backends.cpu.get_cpu_capability": lambda: "AVX512",  # on a CPU, the rungs require AVX-512 for bf16
+            "torch.cpu.get_capabilities": lambda: capabilities,
             "torch.nn.functional.softmax": in_float32,
             "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,
             "torch.optim.adam._default_to_fused_or_foreach": lambda *_, **__: (False, True),
@@ -74,7 +75,7 @@ def run(script, flags, mode, compile, cuda=True, to=lambda module, device: modul
     torch._dynamo.reset()
     try:
         with contextlib.ExitStack() as stack, mock.patch.dict(os.environ):
-            for name in OVERRIDES:  # environment variables that could disable the compiler
+            for name in OVERRIDES:  # environment variables that could change the run
                 os.environ.pop(name, None)
             for name, value in patches.items():
                 stack.enter_context(mock.patch(name, value))

@@ -23,11 +23,14 @@ def describe(device):
     cpu = cpuinfo.get_cpu_info().get("brand_raw") or platform.machine()
     cuda = device.type == "cuda"
     capability = ".".join(map(str, module.get_device_capability(device))) if cuda else None
+    if device.type == "cpu":  # the widest vector instructions, and whether they include bf16
+        bf16 = torch.cpu.get_capabilities().get("avx512_bf16")
+        capability = "AVX512_BF16" if bf16 else torch.backends.cpu.get_cpu_capability()
     return {
         "device": str(device),
         "name": module.get_device_name(device) if hasattr(module, "get_device_name") else cpu,
         "device_memory_gib": round(module.mem_get_info(device)[1] / 2**30, 1) if cuda else None,
-        "capability": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else capability,
+        "capability": capability,
         "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
         "gpu_id": gpu_id(module.get_device_properties(device)) if cuda else None,
         "cuda": torch.version.cuda or torch.version.hip,

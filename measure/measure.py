@@ -308,9 +308,7 @@ def arguments():
         metavar="NN",
         help="only these rungs (such as 05 06), and the script that each is compared with",
     )
-    parser.add_argument(
-        "--peers", action="store_true", help="also measure loops built on transformers, and ddp_run.py under torchrun"
-    )
+    parser.add_argument("--peers", action="store_true", help="also measure loops built on transformers")
     parser.add_argument("--branches", action="store_true", help="also measure the scripts in branches/")
     parser.add_argument("--profile", action="store_true", help="also break the step time down by kind of kernel")
     parser.add_argument(

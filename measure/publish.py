@@ -152,11 +152,14 @@ def beside(measured, logs, counts):
             about |= {
                 "about": render.label(data),
                 "url": "",
+                "outdated": [row["name"] for row in data["rows"] if not row["over_before"]],
                 "ms": {script: done[script] for script in steps if script in done},
             }
             logs.append((about, floor.Card(data["roof"]["ceilings_tflops"], data["roof"]["copy_gb_per_s"])))
     for log, card in logs:
         rows = floor.beside(log["ms"], counts["gpt2", log["batch_size"], log["seq_len"]], card)
+        for row in rows:
+            row["measured, × previous"] *= row["script"] not in log.get("outdated", ())
         orders = []
         for gain in ("measured, × previous", "floor, × previous"):
             gained = [row for row in rows if row[gain] and float(row[gain][:-1]) >= 1.02]
@@ -358,7 +361,7 @@ def main():
         folders = [folder.resolve() for folder in args.folders]
         if foreign := [folder for folder in folders if folder.parent != ROOT / "results"]:
             raise ValueError(f"{foreign[0]} is not in results/")
-        found = {folder.name: read(folder / "ladder.json") for folder in folders}
+        found = {folder.name: render.current(read(folder / "ladder.json")) for folder in folders}
         found = found or render.newest() | render.newest(partial=True)
         partial = {name: data for name, data in found.items() if data["settings"]["only"]}
         measured = {name: data for name, data in found.items() if name not in partial}

@@ -51,9 +51,9 @@ def too_large(error):
 
     For any other error, the result is None.
     """
-    if "out of memory" in error:
+    if any(words in error for words in ("out of memory", "ALLOC_FAILED", "cublasCreate")):  # PyTorch's, and cuBLAS's
         return "memory"
-    return "text" if " tokens, but B " in error else None  # in DataLoaderLite's message
+    return "text" if " tokens allow --batch-size " in error else None  # in DataLoaderLite's message
 
 
 def steady(times):

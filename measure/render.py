@@ -8,7 +8,7 @@ import jinja2
 import matplotlib
 import numpy as np
 from floor import totals
-from ladder import short, title
+from ladder import read_ladder, short, title
 from matplotlib.figure import Figure
 from record import ROOT, read, too_large
 from rich.console import Console
@@ -278,6 +278,15 @@ def write(folder):
     print(f"\n{text}\nplots: {folder}/*.svg")
 
 
+def current(data):
+    """Return a measurement without the speed-ups over the previous script that a later edit of a script invalidates."""
+    changed = {rung.file: rung.changed for rung in read_ladder()}
+    for row in data["rows"]:
+        if max(changed.get(row["name"], ""), changed.get(row["before"], "")) > (data["finished"] or data["started"]):
+            row["over_before"] = None
+    return data
+
+
 def newest(partial=False):
     """Return {folder name: measurement} with the latest finished measurement of each device and model.
 
@@ -286,7 +295,7 @@ def newest(partial=False):
     """
     found, shown = [], {}
     for path in (ROOT / "results").glob("*/ladder.json"):
-        data = read(path)
+        data = current(read(path))
         if data["finished"] and bool(data["settings"]["only"]) == partial:
             gpu, model = data["machine"]["device"] != "cpu", data["settings"]["model"]
             found.append((gpu, gpu and model == "gpt2", data["finished"], path.parent.name, data))

@@ -44,7 +44,7 @@ def describe_device():
     """Print the device, the version of PyTorch and the optimizations that the device supports."""
     print(f"torch {torch.__version__}, ", end="")
     if not torch.accelerator.is_available():
-        bf16 = "with" if torch.backends.cpu.get_cpu_capability() == "AVX512" else "without"
+        bf16 = "with" if torch.cpu.get_capabilities().get("avx512_bf16") else "without"
         print(f"no GPU. On this CPU ({bf16} bf16), the scripts train nano, a model with 4 layers.")
         return
     if not (capability := compute_capability()):

@@ -36,7 +36,7 @@ RUNGS = {rung.file: rung for rung in read_ladder()}
 LONG, TRAIN = "pretrain/long_run.py", "pretrain/train.py"
 SCRIPTS = [script for script in RUNGS if script != TRAIN]  # train.py is tested mainly in test_pretrain.py
 END = 50256  # the token <|endoftext|>
-BF16_CPU = torch.backends.cpu.get_cpu_capability() == "AVX512"  # on other CPUs, the scripts use float32
+BF16_CPU = torch.cpu.get_capabilities().get("avx512_bf16", False)  # on other CPUs, the scripts use float32
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "eval_sec": 0.0}
 FP16, FP16_10 = "branches/fp16_grad_scaler.py", "branches/fp16_rung_10.py"

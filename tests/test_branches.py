@@ -86,7 +86,7 @@ def test_fp16_saves_its_float32_weights_and_fails_before_training_if_it_cannot(t
     assert saved.keys() == nano(FP16_10).state_dict().keys()
     assert {weight.dtype for weight in saved.values()} == {torch.float32}
     monkeypatch.setattr(load(FP16_10).DataLoaderLite, "next_batch", lambda loader: pytest.fail("it trained"))
-    with pytest.raises(load(FP16_10).UserError, match="cannot be written"):
+    with pytest.raises(SystemExit):
         play(*words, "--save", tmp_path / "missing" / "w.pt")
 
 

@@ -6,11 +6,11 @@ losses within 0.001. This comparison also tests the initial weights, the order o
 
 import json
 import math
-import sys
 
 import pytest
 import torch
 from conftest import MODEL, ROOT, SCRIPTS, STEP, load, nano, play, save_gpt2, since, versions
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -231,36 +231,18 @@ def test_a_run_starts_from_the_folder_and_takes_its_shape(checkpoint):
     assert abs(float(STEP.search(printed)["loss"]) - math.log(50257)) > 0.1  # random weights would start at this loss
 
 
-def garbage(folder):
-    (folder / "model.safetensors").write_bytes(b"not a checkpoint")
-
-
-def cut_short(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-
-
-def other_shapes(folder):
-    path = folder / "config.json"
-    path.write_text(path.read_text().replace('"n_embd": 32', '"n_embd": 64'))
-
-
-def no_weights(folder):
-    (folder / "model.safetensors").unlink()
-
-
-@pytest.mark.parametrize("damage", [garbage, cut_short, other_shapes, no_weights])
-def test_a_damaged_folder_is_one_clear_error(refused, tmp_path, damage):
+def test_a_folder_with_other_or_no_weights_is_one_clear_error(refused, tmp_path):
     folder, _ = save_gpt2(tmp_path / "gpt2")
-    damage(folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    refused("baseline.py", "--init-from", folder, says=f"{folder}: ")
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    save_file(weights | {"other": weights.pop("transformer.wpe.weight")}, path, {"format": "pt"})
+    refused("baseline.py", "--init-from", folder, says=f"{folder}: not GPT-2: transformer.wpe.weight is missing")
+    path.unlink()
+    refused("baseline.py", "--init-from", folder, says=f".*{folder}")
 
 
 def test_weights_that_do_not_fit_are_one_clear_error(refused, tmp_path, checkpoint):
-    refused("baseline.py", "--model", "nano", "--init-from", checkpoint[0], says=".*--model")
-    other = [{"vocab_size": 1000}, {"tie_word_embeddings": False}, {"n_positions": 64}]
+    other = [{"vocab_size": 50258}, {"tie_word_embeddings": False}, {"n_positions": 64}]
     other += [{"n_inner": 64}, {"add_cross_attention": True}]
     other += [{"activation_function": "relu"}, {"scale_attn_by_inverse_layer_idx": True}]
     other += [{"layer_norm_epsilon": 1e-6}, {"scale_attn_weights": False}]
@@ -269,10 +251,6 @@ def test_weights_that_do_not_fit_are_one_clear_error(refused, tmp_path, checkpoi
         for script in ("baseline.py", "speedup_07_vocab_pad.py"):
             # If the folder is wrongly accepted, these options keep the run short.
             words = "--init-from", folder, "--batch-size", 1, "--steps", 1
-            refused(script, *words, says=f"{folder}: not GPT-2 .*1024 positions, tied head")
-    refused("baseline.py", "--init-from", ROOT / "tests", says=f"{ROOT / 'tests'}: ")
-
-
-def test_a_missing_transformers_is_one_clear_error(refused, checkpoint, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    refused("baseline.py", "--init-from", checkpoint[0], says=f"{checkpoint[0]}: .*transformers")
+            ((name, value),) = config.items()
+            refused(script, *words, says=f"{folder}: not GPT-2: {name} is {value}$")
+    refused("baseline.py", "--init-from", ROOT / "tests", says=f".*{ROOT / 'tests'}")

@@ -9,6 +9,7 @@ import functools
 import math
 from types import SimpleNamespace
 
+import device
 import numpy as np
 import pytest
 import torch
@@ -34,6 +35,7 @@ from conftest import (
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("no_evaluation")
+CAPABILITIES = dict(torch.cpu.get_capabilities())
 BF16, TF32, FP16_SPACING = 2**-7, 2**-10, 2**-10  # the distance from 1 to the next number
 FLOAT32 = 2**-20  # eight times the spacing of float32, because float32 matmuls also round their sums
 
@@ -75,7 +77,7 @@ def exact(checkpoint):
 @pytest.fixture(autouse=True)
 def bf16(monkeypatch):
     """Make the rungs compute in bf16 on any CPU, even if that is slow."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {**CAPABILITIES, "avx512_bf16": True})
 
 
 def first_logits(step):
@@ -150,10 +152,13 @@ def test_later_rungs_compute_in_their_precision_too(script, steps):
     assert {grad.dtype for grad in step.grads.values()} == {torch.float32}
 
 
-def test_a_cpu_that_emulates_bf16_computes_in_float32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+@pytest.mark.parametrize("has", [{"avx512_f": True}, {"avx512_f": True, "avx512_bf16": False}, {"bf16": True}])
+def test_a_cpu_without_bf16_instructions_of_x86_computes_in_float32(has, monkeypatch):
+    """Many CPUs with AVX-512 emulate bf16, which makes rung 03 slower than rung 02. ARM's bf16 is not measured."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     (step,) = watch(SCRIPTS[3], "--steps", 1, "--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md")
     assert step.logits[0].dtype == torch.float32
+    assert device.precisions(torch.device("cpu")) == ["float32"]
 
 
 @pytest.mark.gpu
@@ -205,7 +210,7 @@ def test_the_weights_move_as_the_equations_of_adamw_say(script, steps):
     def settings(t, dimensions):
         lr = (3.6e-3 if script == MUON else 6e-4) * t / 10 if builds_on(9) else 3e-4  # the first warm-up steps
         betas = (0.9, 0.95) if builds_on(8) else (0.9, 0.999)
-        decay = (0.1 if dimensions == 2 else 0.0) if builds_on(10) else 0.01
+        decay = (0.1 if dimensions == 2 else 0.0) if builds_on(8) else 0.01
         return lr, betas, decay
 
     run = steps(script, autocast=False)

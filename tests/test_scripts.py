@@ -187,7 +187,9 @@ def two_ranks(run, small, request):
 
 def test_two_ranks_print_once_the_curve_of_one(two_ranks):
     one, two = play(*WORDS), two_ranks.stdout
-    assert (two_ranks.returncode, two_ranks.stderr) == (0, "")
+    assert two_ranks.returncode == 0
+    waiting = sorted(re.sub(r":\d+$", "", line) for line in two_ranks.stderr.splitlines())
+    assert waiting == [f"rank {rank}: waiting for 2 ranks at localhost" for rank in (0, 1)]
     assert len(losses(two)) == 5 and len(two.splitlines()) == len(one.splitlines())
     for alone, together in zip(STEP.finditer(one), STEP.finditer(two), strict=True):
         assert float(together["loss"]) == pytest.approx(float(alone["loss"]), abs=1e-4)
