@@ -3,8 +3,8 @@
 Each generated part is between two comments in its file. Its contents come from ladder.toml, the scripts, measure/ and
 results/. To choose the measurements to show, name their folders. The default is the latest measurement of each device
 and model, GPUs first. Measurements made with --only appear only in docs/pages/results.md and on the pages of the
-scripts that they include. This program also writes summary.txt in these folders, quality.txt, muon.txt and startup.txt
-in results/, and the plots in docs/pages/img/. If its inputs are unchanged, a second run changes no file.
+scripts that they include. This program also writes summary.txt in these folders, a text file for each measurement
+of quality.py and startup.py, and the plots in docs/pages/img/. If its inputs are unchanged, a second run changes no file.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from commands import TEN
 from ladder import changed_lines, read_ladder, read_toml, title
 from record import ROOT, read
 
-OPENS = r"<!-- (\w+), written by `make figures` -->\n"
+OPENS = r"<!-- ([\w-]+), written by `make figures` -->\n"
 BLOCK = re.compile(rf"({OPENS}).*?(<!-- end of \2 -->)", re.DOTALL)
 IMAGES = Path("docs", "pages", "img")
-LEARNED = "quality", "muon"  # measurements that quality.py made
+LEARNED = "quality", "quality-optimizer", "muon"  # measurements that quality.py made
 PROFILED = "cpu-amd-epyc-2026-11-23"  # the measurement that docs/pages/transformers.md explains
 STARTED = "startup-nano", "startup-gpt2"  # measurements that startup.py made
 FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"  # the cards that the README lists

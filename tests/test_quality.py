@@ -153,11 +153,13 @@ def test_a_small_measurement_ends_with_a_table_and_a_plot(run, tmp_path):
 
 
 def test_the_published_results_have_enough_seeds_and_rates():
-    data, muon = (json.loads((ROOT / "results" / f"{name}.json").read_text()) for name in ("quality", "muon"))
-    assert data["settings"]["scripts"] == SCRIPTS[:11] and data["settings"]["seeds"] >= 5
+    names = "quality", "quality-optimizer", "muon"
+    data, later, muon = (json.loads((ROOT / "results" / f"{name}.json").read_text()) for name in names)
+    assert (data["settings"]["scripts"], later["settings"]["scripts"]) == (SCRIPTS[:8], SCRIPTS[7:11])
+    assert min(data["settings"]["seeds"], later["settings"]["seeds"]) >= 5
     assert muon["settings"]["scripts"] == [TEN, MUON]
     assert len(muon["settings"]["max_lr"]) >= 5 and muon["settings"]["seeds"] >= 3
-    for measurement in (data, muon):
+    for measurement in (data, later, muon):
         settings = measurement["settings"]
         jobs = itertools.product(settings["scripts"], settings["max_lr"], range(settings["seeds"]))
         assert {(run["script"], run["max_lr"], run["seed"]) for run in measurement["runs"]} == set(jobs)
