@@ -1,10 +1,10 @@
 """Rung 09, learning-rate schedule (quality): a linear warm-up to twice the rate, then a cosine decay.
 
 In the first steps, AdamW's moments are noisy because they cover few gradients. The learning rate therefore starts low
-and rises over 10 steps. This allows a peak of 6e-4 instead of 3e-4, so the gain is due to the higher rate and the
-schedule together. The cosine then lowers the rate to a tenth of the peak, which averages out noise between batches.
+and rises over 10 steps. This allows a peak of 6e-4 instead of 3e-4, so a lower loss is due to the higher rate and the
+schedule together. The cosine then lowers the rate to a tenth of the peak: small steps average out noise of the batches.
 
-When it does not help: if speed is the goal. It depends on --steps: step 20 has a lower rate in 50 steps than in 300.
+When it does not help: if speed is the goal. The rates depend on --steps: step 20's is lower in 50 steps than in 300.
 
     make diff-09    shows what this file changes
 """
@@ -113,7 +113,7 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self, lr):
-        """Return AdamW with GPT-3's settings: weight decay on matrices (2-D), none on biases and LayerNorm weights."""
+        """Return AdamW with GPT-3's values: weight decay on matrices (2-D), none on biases and LayerNorm weights."""
         decay = {"params": [p for p in self.parameters() if p.dim() >= 2], "weight_decay": 0.1}
         no_decay = {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0}
         return torch.optim.AdamW([decay, no_decay], lr=lr, betas=(0.9, 0.95), eps=1e-8)
@@ -125,13 +125,13 @@ class GPT(nn.Module):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True)
-        c, gpt2 = hf.config, GPT2Config().to_dict()  # the defaults of GPT2Config are GPT-2's values
+        c, gpt2 = hf.config, GPT2Config().to_dict()  # GPT2Config()'s defaults are GPT-2's values
         fixed = ("vocab_size", "n_positions", "n_inner", "activation", "layer_norm", "tie_word", "scale_", "add_cross")
         differ = [f"{k} is {v}" for k, v in c.to_dict().items() if k.startswith(fixed) and v != gpt2[k]]
         if problems := differ + [f"{n} is missing" for n in info["missing_keys"]]:
             raise UserError(f"{source}: not GPT-2: {problems[0]}")
-        state = {n: w.t() if ".h." in n and w.dim() == 2 else w for n, w in hf.state_dict().items()}  # to (out, in)
-        wte = state["transformer.wte.weight"]  # pad with the mean: zeros give logits of 0, above GPT-2's negative ones
+        state = {n: w.t() if ".h." in n and w.dim() == 2 else w for n, w in hf.state_dict().items()}  # were (in, out)
+        wte = state["transformer.wte.weight"]  # pad with the mean: GPT-2's logits are negative, so 0 would win
         padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
         state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
@@ -139,14 +139,14 @@ class GPT(nn.Module):
         return model
 
 
-MODELS = {  # the parameter counts assume a tied output head (rung 01)
+MODELS = {  # with the parameter counts from rung 01 on
     "gpt2": GPTConfig(),  # 124M parameters
     "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 355M
     "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
     "nano": GPTConfig(n_layer=4, n_head=4, n_embd=128),  # small enough for a CPU
 }
-ROOT = next((p for p in Path(__file__).resolve().parents if (p / "tokenizer").is_dir()), Path())  # has input.txt, too
+ROOT = next((p for p in Path(__file__).resolve().parents if (p / "tokenizer").is_dir()), Path())  # repository folder
 
 
 class DataLoaderLite:
@@ -200,7 +200,7 @@ def main():
     model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = model.configure_optimizers(lr=0.0)  # the loop sets the learning rate
-    synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None  # waits for a GPU
+    synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None  # no-op on a CPU
     times = []  # seconds per step
     try:
         for step in range(args.steps):
@@ -233,9 +233,9 @@ def parse_args():
     """Parse the command line; some defaults depend on the device. Exits with a one-line error for a bad argument."""
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     devices = sorted({"cpu", accelerator, *(f"{accelerator}:{i}" for i in range(torch.accelerator.device_count()))})
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # one-line errors
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)  # short errors
     parser.add_argument("--model", choices=MODELS, help="default gpt2; nano on a CPU")
-    parser.add_argument("--init-from", metavar="NAME_OR_DIR", help="GPT-2 weights in Hugging Face format, not --model")
+    parser.add_argument("--init-from", metavar="NAME_OR_DIR", help="Hugging Face GPT-2 weights, instead of --model")
     parser.add_argument("--batch-size", type=int, default=4, help="B, sequences per batch, default 4")
     parser.add_argument("--seq-len", type=int, help="T, tokens per sequence, default 1024; 128 with nano")
     parser.add_argument("--steps", type=int, default=50, help="default 50")
@@ -264,7 +264,7 @@ def print_header(args, model, loader):
 def print_summary(times, tokens_per_step, device):
     """Print the median step time, tokens per second and, on CUDA, PyTorch's peak allocated memory."""
     if times:
-        first = 10 if len(times) >= 20 else len(times) // 2  # exclude compilation and other warm-up
+        first = 10 if len(times) >= 20 else len(times) // 2  # exclude warm-up
         median = np.median(times[first:])
         print(f"median of steps {first}-{len(times) - 1}: {1000 * median:.2f} ms", end=", ")
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
@@ -278,8 +278,8 @@ class UserError(ValueError):
 if __name__ == "__main__":
     try:
         main()
-    except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:  # the last one has no text
-        if type(error) is RuntimeError:  # PyTorch's errors of other types, such as out of memory, explain themselves
+    except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:  # Ctrl-C has no text
+        if type(error) is RuntimeError:  # not a subclass, which PyTorch has for out of memory and a missing compiler
             raise
         why = "out of memory: lower --batch-size or --seq-len" if isinstance(error, torch.OutOfMemoryError) else error
         sys.exit(f"{Path(__file__).name}: error: {' '.join(str(why).split())}" if str(error) else 1)

@@ -46,7 +46,7 @@ def build(name):
 def plain(model, loader, steps, device, report, use_bf16):
     """Train with a minimal loop."""
     model.to(device)
-    optimizer = rung.GPT.configure_optimizers(model)
+    optimizer = rung.GPT.configure_optimizers(model, lr=0.0)
     for step in range(steps):
         start = report.clock()
         x, y = (t.to(device) for t in loader.next_batch())
@@ -109,7 +109,8 @@ class Report(transformers.TrainerCallback):
         self.device, self.tokens, self.times = device, tokens, []
 
     def clock(self):
-        rung.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
     def __call__(self, seconds, loss):

@@ -4,7 +4,7 @@ Each generated part is between two comments in its file. Its contents come from 
 results/. To choose the measurements to show, name their folders. The default is the latest measurement of each device
 and model, GPUs first. Measurements made with --only appear only in docs/pages/results.md and on the pages of the
 scripts that they include. This program also writes summary.txt in these folders, a text file for each measurement
-of quality.py and startup.py, and the plots in docs/pages/img/. If its inputs are unchanged, a second run changes no file.
+of quality.py and startup.py, and the plots in docs/pages/img/. A second run with the same inputs changes no file.
 """
 
 import argparse

@@ -51,7 +51,7 @@ def found():
 
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-        text = re.sub(r"<!-- (results|losses|quality|quality-optimizer|muon|startup), .*?<!-- end of", "", text, flags=re.DOTALL)
+        text = re.sub(r"<!-- (results|losses|quality[a-z-]*|muon|startup), .*?<!-- end of", "", text, flags=re.DOTALL)
         blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
         for language, block in blocks.findall(text):
             for line in block.replace("\\\n", "").splitlines() if language in ("", "bash") else ():

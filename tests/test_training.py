@@ -525,7 +525,8 @@ def test_the_ranks_are_what_the_environment_says(script, monkeypatch, refused):
 
 def test_two_gpus_and_one_process_are_pointed_to_torchrun():
     with made_up_gpu(None, H100, H100):
-        assert "2 GPUs found: torchrun uses all of them\n" in play("ddp_run.py", *SIZES, "--steps", 1, device="cuda")
+        printed = play("ddp_run.py", *SIZES, "--steps", 1, device="cuda")
+    assert "2 GPUs found, 1 used: torchrun --nproc_per_node=auto uses all of them\n" in printed
 
 
 @pytest.mark.parametrize("script", DDP)
