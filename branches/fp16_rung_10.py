@@ -296,4 +296,4 @@ if __name__ == "__main__":
         if type(error) is RuntimeError:  # not a subclass, which PyTorch has for out of memory and a missing compiler
             raise
         why = "out of memory: lower --batch-size or --seq-len" if isinstance(error, torch.OutOfMemoryError) else error
-        sys.exit(f"{Path(__file__).name}: error: {' '.join(str(why).split())}" if str(error) else 1)
+        sys.exit(f"{Path(__file__).name}: error: {str(why).splitlines()[0]}" if str(error) else 1)

@@ -13,6 +13,7 @@ WRONG = {
     "too short": (["--data", "short.txt"], "10 tokens allow --batch-size 0 at most, with T 128"),
     "binary": (["--data", "binary.bin"], "utf-8"),
     "not UTF-8": (["--data", "latin1.txt"], "utf-8"),
+    "a long run of spaces": (["--data", "spaces.txt"], "spaces.txt: .*tokenizing"),
     "T over 1024": (["--seq-len", "1025"], "at most 1024 for --seq-len"),
     "T negative": (["--seq-len", "-1"], "at least 1"),
     "B 0": (["--batch-size", "0"], "at least 1"),
@@ -43,6 +44,7 @@ def folder(tmp_path):
     (tmp_path / "empty.txt").write_bytes(b"")
     (tmp_path / "short.txt").write_text("To be, or not to be, that is")
     (tmp_path / "binary.bin").write_bytes(bytes(range(256)) * 8)
+    (tmp_path / "spaces.txt").write_text(" " * 1_000_000 + "x")
     (tmp_path / "latin1.txt").write_bytes("fianc\xe9e ".encode("latin-1") * 4000)
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
     yield tmp_path
