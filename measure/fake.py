@@ -39,12 +39,13 @@ def compiler(inner, fullgraph=True):
     return compile
 
 
-def run(script, flags, mode, compile, cuda=True, to=lambda module, device: module):
+def run(script, flags, mode, compile, cuda=True, to=lambda module, device: module, environment=None):
     """Run `script` on fake tensors with the options in `flags`, a dict, and with the dispatch mode `mode` active.
 
     `script` may contain arguments, separated by spaces. `compile` and `to` replace the methods torch.nn.Module.compile
-    and torch.nn.Module.to. The script runs on the CPU but follows PyTorch's rules for CUDA, or its rules for the CPU if
-    `cuda` is False. Raises SystemExit if the script rejects an option.
+    and torch.nn.Module.to. `environment` contains more environment variables. The script runs on the CPU but follows
+    PyTorch's rules for CUDA, or its rules for the CPU if `cuda` is False. Raises SystemExit if the script rejects an
+    option.
     """
     softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
     capabilities = {**torch.cpu.get_capabilities(), "avx512_bf16": True}  # on a CPU, the rungs need this for bf16
@@ -77,6 +78,7 @@ def run(script, flags, mode, compile, cuda=True, to=lambda module, device: modul
         with contextlib.ExitStack() as stack, mock.patch.dict(os.environ):
             for name in OVERRIDES:  # environment variables that could change the run
                 os.environ.pop(name, None)
+            os.environ.update(environment or {})
             for name, value in patches.items():
                 stack.enter_context(mock.patch(name, value))
             stack.enter_context(torch._dynamo.config.patch(disable=False))

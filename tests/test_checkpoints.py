@@ -155,12 +155,14 @@ def full_disk():
 
 
 @pytest.mark.parametrize("script", WEIGHTS)
-def test_save_writes_a_whole_file_or_fails_before_training_if_it_can(tmp_path, script, refused):
+def test_save_writes_a_whole_file_or_fails_before_training_if_it_can(tmp_path, script, refused, monkeypatch):
     words = "--device", "cpu", *SIZES, "--steps", 2, *SCHEDULE * (script == TRAIN)
     path = tmp_path / "weights.pt"
     path.write_text("of an earlier run")
     missing = tmp_path / "nowhere" / "weights.pt"
-    assert not refused(script, *words, "--save", missing, says=f"--save {missing}: no such folder")
+    with monkeypatch.context() as patch:
+        patch.setattr(load(script).DataLoaderLite, "next_batch", lambda loader: pytest.fail("it trained"))
+        refused(script, *words, "--save", missing, says=f"--save {missing}: no such folder")
     end = full_disk()
     try:
         with pytest.raises((OSError, RuntimeError)):
