@@ -8,6 +8,7 @@ import contextlib
 import functools
 import io
 import os
+import pkgutil
 import runpy
 from unittest import mock
 
@@ -80,7 +81,8 @@ def run(script, flags, mode, compile, cuda=True, to=lambda module, device: modul
                 os.environ.pop(name, None)
             os.environ.update(environment or {})
             for name, value in patches.items():
-                stack.enter_context(mock.patch(name, value))
+                owner, _, attribute = name.rpartition(".")
+                stack.enter_context(mock.patch.object(pkgutil.resolve_name(owner), attribute, value))
             stack.enter_context(torch._dynamo.config.patch(disable=False))
             stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
             threshold = torch._inductor.config.score_fusion_memory_threshold  # chunked_loss.py sets it

@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_written_is_whole_and_nothing_is_left_behind(tmp_p
         raise OSError("the disk is full")
 
     monkeypatch.setattr(propagate, "ROOT", tmp_path)
-    monkeypatch.setattr(propagate.os, "replace", fail)
+    monkeypatch.setattr(propagate.Path, "replace", fail)
     with pytest.raises(OSError, match="the disk is full"):
         propagate.write("script.py", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("script.py", "old")]
