@@ -120,14 +120,14 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises OSError or UserError."""
+        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError if they do not fit."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
         from transformers import GPT2Config, GPT2LMHeadModel
 
         hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True)
-        c, gpt2 = hf.config, GPT2Config().to_dict()  # GPT2Config()'s defaults are GPT-2's values
+        c, gpt2 = hf.config, GPT2Config(n_inner=hf.config.n_inner and 4 * hf.config.n_embd).to_dict()  # GPT-2's values
         fixed = ("vocab_size", "n_positions", "n_inner", "activation", "layer_norm", "tie_word", "scale_", "add_cross")
-        differ = [f"{k} is {v}" for k, v in c.to_dict().items() if k.startswith(fixed) and v != gpt2[k]]
+        differ = [f"{k} is {v}" for k, v in c.to_dict().items() if k.startswith(fixed) and v != gpt2.get(k)]
         if problems := differ + [f"{n} is missing" for n in info["missing_keys"]]:
             raise UserError(f"{source}: not GPT-2: {problems[0]}")
         state = {n: w.t() if ".h." in n and w.dim() == 2 else w for n, w in hf.state_dict().items()}  # were (in, out)
@@ -279,7 +279,7 @@ if __name__ == "__main__":
     try:
         main()
     except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:  # Ctrl-C has no text
-        if type(error) is RuntimeError:  # not a subclass, which PyTorch has for out of memory and a missing compiler
-            raise
+        if isinstance(error, RuntimeError) and type(error).__name__ not in ("OutOfMemoryError", "InductorError"):
+            raise  # a bug; these two are for a lack of memory and, from rung 05 on, of a C++ compiler
         why = "out of memory: lower --batch-size or --seq-len" if isinstance(error, torch.OutOfMemoryError) else error
         sys.exit(f"{Path(__file__).name}: error: {str(why).splitlines()[0]}" if str(error) else 1)

@@ -123,14 +123,14 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises OSError or UserError."""
+        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError if they do not fit."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
         from transformers import GPT2Config, GPT2LMHeadModel
 
         hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True)
-        c, gpt2 = hf.config, GPT2Config().to_dict()  # GPT2Config()'s defaults are GPT-2's values
+        c, gpt2 = hf.config, GPT2Config(n_inner=hf.config.n_inner and 4 * hf.config.n_embd).to_dict()  # GPT-2's values
         fixed = ("vocab_size", "n_positions", "n_inner", "activation", "layer_norm", "tie_word", "scale_", "add_cross")
-        differ = [f"{k} is {v}" for k, v in c.to_dict().items() if k.startswith(fixed) and v != gpt2[k]]
+        differ = [f"{k} is {v}" for k, v in c.to_dict().items() if k.startswith(fixed) and v != gpt2.get(k)]
         if problems := differ + [f"{n} is missing" for n in info["missing_keys"]]:
             raise UserError(f"{source}: not GPT-2: {problems[0]}")
         state = {n: w.t() if ".h." in n and w.dim() == 2 else w for n, w in hf.state_dict().items()}  # were (in, out)
@@ -234,7 +234,6 @@ def main():
     if args.save:
         torch.save(model.cpu().state_dict(), f"{args.save}.tmp")
         os.replace(f"{args.save}.tmp", args.save)  # a kill cannot leave half a file under this name
-        print(f"saved the weights to {args.save}")
 
 
 # From here on: arguments, printing and errors.
@@ -260,8 +259,8 @@ def parse_args():
     args.seq_len = args.seq_len or (128 if args.model == "nano" else 1024)
     if min(args.batch_size, args.steps, args.seq_len) < 1 or args.seq_len > 1024:
         parser.error("need at least 1 for --batch-size, --steps and --seq-len, and at most 1024 for --seq-len")
-    if args.save and not Path(args.save).resolve().parent.is_dir():
-        parser.error(f"--save {args.save}: no such folder")
+    if args.save and (Path(args.save).is_dir() or not os.access(Path(args.save).parent, os.W_OK)):
+        parser.error(f"--save {args.save}: no such folder, or not a file that can be written")
     return args
 
 
@@ -293,7 +292,7 @@ if __name__ == "__main__":
     try:
         main()
     except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:  # Ctrl-C has no text
-        if type(error) is RuntimeError:  # not a subclass, which PyTorch has for out of memory and a missing compiler
-            raise
+        if isinstance(error, RuntimeError) and type(error).__name__ not in ("OutOfMemoryError", "InductorError"):
+            raise  # a bug; these two are for a lack of memory and, from rung 05 on, of a C++ compiler
         why = "out of memory: lower --batch-size or --seq-len" if isinstance(error, torch.OutOfMemoryError) else error
         sys.exit(f"{Path(__file__).name}: error: {str(why).splitlines()[0]}" if str(error) else 1)

@@ -235,7 +235,7 @@ class Site:
         found = {}
         for name, data in self.results.items():
             row, before = row_of(data, rung.file), row_of(data, rung.before)
-            before = before if before and before["median_ms"] else None
+            before = before if before and before["median_ms"] and row and row["over_before"] else None
             here = data["machine"]["name"], data["settings"]["model"]
             if row and (row["median_ms"] or row["error"]) and here not in found:
                 plots = self.plots(name, [one for one in (before, row) if one]) if row["median_ms"] else []

@@ -162,7 +162,7 @@ def beside(measured, logs, counts):
             row["measured, × previous"] *= row["script"] not in log.get("outdated", ())
         orders = []
         for gain in ("measured, × previous", "floor, × previous"):
-            gained = [row for row in rows if row[gain] and float(row[gain][:-1]) >= 1.02]
+            gained = [row for row in rows if row["measured, × previous"] and float(row[gain][:-1]) >= 1.02]
             gained.sort(key=lambda row: -float(row[gain][:-1]))
             orders.append(", ".join(title(row["script"])[:2] for row in gained))
         yield log, [row | {"script": title(row["script"])} for row in rows], orders
@@ -312,6 +312,7 @@ def parts(measured, partial=()):
     name, data = next(iter(measured.items()))
     if not (whole := [one for one in measured.values() if (row_of(one, "baseline.py") or {}).get("median_ms")]):
         raise ValueError("results/ has no finished measurement of baseline.py: run make ladder")
+    outdated = any(rung.changed > (data["finished"] or data["started"]) for rung in read_ladder())
     figures = {f"{name}-{kind}": figure for kind, figure in render.figures(data).items()}
     figures |= {"counts": render.three_counts(steps, logs[0])}
     figures |= {"counts-narrow": render.three_counts(steps, logs[0], wide=False)}
@@ -322,7 +323,9 @@ def parts(measured, partial=()):
         ),
         "counts": render.part("picture.md", folder="", logs=logs, data=None, drawn=figures),
         "two": render.part("two.md", **two(measured)),
-        "ladder": render.part("ladder.md", table=table, rows=ladder(data, logs[0], counts), log=logs[0], data=data),
+        "ladder": render.part(
+            "ladder.md", table=table, rows=ladder(data, logs[0], counts), log=logs[0], data=data, outdated=outdated
+        ),
         "cards": table(speeds(public["speed"], counts, FIRST)),
         "speeds": table(speeds(public["speed"], counts)),
         "ours": table(ours(measured)),

@@ -130,14 +130,14 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises OSError or UserError."""
+        """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError if they do not fit."""
         os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
         from transformers import GPT2Config, GPT2LMHeadModel
 
         hf, info = GPT2LMHeadModel.from_pretrained(source, output_loading_info=True)
-        c, gpt2 = hf.config, GPT2Config().to_dict()  # GPT2Config()'s defaults are GPT-2's values
+        c, gpt2 = hf.config, GPT2Config(n_inner=hf.config.n_inner and 4 * hf.config.n_embd).to_dict()  # GPT-2's values
         fixed = ("vocab_size", "n_positions", "n_inner", "activation", "layer_norm", "tie_word", "scale_", "add_cross")
-        differ = [f"{k} is {v}" for k, v in c.to_dict().items() if k.startswith(fixed) and v != gpt2[k]]
+        differ = [f"{k} is {v}" for k, v in c.to_dict().items() if k.startswith(fixed) and v != gpt2.get(k)]
         if problems := differ + [f"{n} is missing" for n in info["missing_keys"]]:
             raise UserError(f"{source}: not GPT-2: {problems[0]}")
         state = {n: w.t() if ".h." in n and w.dim() == 2 else w for n, w in hf.state_dict().items()}  # were (in, out)
@@ -280,7 +280,7 @@ def main():
         raise UserError(f"--prompt: {len(prompt)} tokens and 32 new ones exceed {model.config.block_size} positions")
     print_header(args, model, loader)
     print(f"{total} tokens per step = {accumulation} micro-steps * B {B} * T {T} * {world_size} ranks", flush=True)
-    if not ddp and torch.accelerator.device_count() > 1:
+    if not ddp and device.type != "cpu" and torch.accelerator.device_count() > 1:
         print(f"{torch.accelerator.device_count()} GPUs found, 1 used: torchrun --nproc_per_node=auto uses all of them")
     if ddp:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -354,7 +354,6 @@ def main():
     if args.save and rank == 0:
         torch.save((model.module if ddp else model).cpu().state_dict(), f"{args.save}.tmp")
         os.replace(f"{args.save}.tmp", args.save)  # a kill cannot leave half a file under this name
-        print(f"saved the weights to {args.save}")
 
 
 # From here on: arguments, printing and errors.
@@ -387,10 +386,11 @@ def parse_args():
     parser.add_argument("--hellaswag", metavar="FILE.jsonl", help="JSONL file, or Rowan/hellaswag from the hub")
     parser.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
     args = parser.parse_args()
-    unset = sorted({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys())  # torchrun sets all four
-    if 0 < len(unset) < 4 and os.environ.get("WORLD_SIZE") != "1":
-        parser.error(f"{', '.join(unset)} not set: set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none")
-    args.rank, args.world_size = (0, 1) if unset else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    env = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}  # by torchrun
+    if any(env.values()) and not all(env.values()) and env["WORLD_SIZE"] != "1":
+        parser.error(f"{', '.join(n for n in env if not env[n])} not set: set all of {', '.join(env)}, or none")
+    alone = (env["WORLD_SIZE"] or "1") == "1"
+    args.rank, args.world_size = (0, 1) if alone else (int(env["RANK"]), int(env["WORLD_SIZE"]))
     if args.world_size > 1 and args.device == accelerator != "cpu":
         args.device += f":{os.environ.get('LOCAL_RANK', args.rank % torch.accelerator.device_count())}"
         if args.device not in devices:
@@ -407,8 +407,8 @@ def parse_args():
         parser.error(f"--total-batch-size {args.total_batch_size} is not a multiple of B * T * ranks = {micro_step}")
     if args.compile_mode != "default" and args.total_batch_size > micro_step:
         parser.error(f"--compile-mode {args.compile_mode} allows one micro-step: set --total-batch-size {micro_step}")
-    if args.save and not Path(args.save).resolve().parent.is_dir():
-        parser.error(f"--save {args.save}: no such folder")
+    if args.save and args.rank == 0 and (Path(args.save).is_dir() or not os.access(Path(args.save).parent, os.W_OK)):
+        parser.error(f"--save {args.save}: no such folder, or not a file that can be written")
     return args
 
 
@@ -561,7 +561,7 @@ if __name__ == "__main__":
         if dist.is_initialized():  # after main(): with Gloo, this can hang as long as the DDP model exists
             dist.destroy_process_group()
     except (UserError, DataError, ModuleNotFoundError, OSError, RuntimeError, KeyboardInterrupt) as error:
-        if type(error) is RuntimeError:  # not a subclass, which PyTorch has for out of memory and a missing compiler
-            raise
+        if isinstance(error, RuntimeError) and type(error).__name__ not in ("OutOfMemoryError", "InductorError"):
+            raise  # a bug; these two are for a lack of memory and, from rung 05 on, of a C++ compiler
         why = "out of memory: lower --batch-size or --seq-len" if isinstance(error, torch.OutOfMemoryError) else error
         sys.exit(f"{Path(__file__).name}: error: {str(why).splitlines()[0]}" if str(error) else 1)

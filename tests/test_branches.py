@@ -81,7 +81,7 @@ def test_it_learns(script, monkeypatch):
 
 def test_fp16_saves_its_float32_weights_and_fails_before_training_if_it_cannot(tmp_path, monkeypatch):
     words = FP16_10, "--steps", 1, "--batch-size", 1, "--seq-len", 16
-    assert f"saved the weights to {tmp_path / 'w.pt'}" in play(*words, "--save", tmp_path / "w.pt")
+    play(*words, "--save", tmp_path / "w.pt")
     saved = torch.load(tmp_path / "w.pt", weights_only=True)
     assert saved.keys() == nano(FP16_10).state_dict().keys()
     assert {weight.dtype for weight in saved.values()} == {torch.float32}

@@ -162,7 +162,8 @@ def test_save_writes_a_whole_file_or_fails_before_training_if_it_can(tmp_path, s
     missing = tmp_path / "nowhere" / "weights.pt"
     with monkeypatch.context() as patch:
         patch.setattr(load(script).DataLoaderLite, "next_batch", lambda loader: pytest.fail("it trained"))
-        refused(script, *words, "--save", missing, says=f"--save {missing}: no such folder")
+        for place in (missing, tmp_path):
+            refused(script, *words, "--save", place, says=f"--save {place}: no such folder, or not a file")
     end = full_disk()
     try:
         with pytest.raises((OSError, RuntimeError)):

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 RUNGS = {rung.number: rung for rung in read_ladder() if rung.part == "rung" and rung.kind != "scale"}
 EAGER = ["baseline", "01", "02", "03", "04"]
-COMPILED = [pytest.param(number, marks=pytest.mark.slow) for number in ("05", "10")]
+COMPILED = [pytest.param(number, marks=pytest.mark.slow) for number in ("05", "08", "10")]
 B, T = 4, 32
 
 

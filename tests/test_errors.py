@@ -86,10 +86,11 @@ def test_out_of_memory_is_one_line_that_names_the_flags(script, monkeypatch, ref
     refused(script, *words, says="out of memory: lower --batch-size or --seq-len")
 
 
-def test_what_nobody_foresaw_is_a_traceback(monkeypatch):
-    monkeypatch.setattr(load("baseline.py").GPT, "forward", fail_with(RuntimeError("a bug")))
+@pytest.mark.parametrize("kind", [RuntimeError, NotImplementedError, type("TorchRuntimeError", (RuntimeError,), {})])
+def test_a_bug_keeps_its_traceback(kind, monkeypatch):
+    monkeypatch.setattr(load("baseline.py").GPT, "forward", fail_with(kind("a bug")))
     monkeypatch.setattr("sys.argv", ["baseline.py", "--device", "cpu", "--steps", "1"])
-    with pytest.raises(RuntimeError, match="a bug"):
+    with pytest.raises(kind, match="a bug"):
         run_guard("baseline.py")
 
 

@@ -97,6 +97,6 @@ def test_a_notebook_runs_from_top_to_bottom_on_a_cpu(name, tmp_path, monkeypatch
     assert len(charts) == runs + (name == "ladder")  # the last chart of the ladder shows the public figures
     said = "".join(out.get("text", "") for cell in code(notebook) for out in cell.outputs)
     if name == "ladder":
-        assert "saved the weights to weights.pt" in said and (root / "weights.pt").exists() and "The king" in said
+        assert (root / "weights.pt").exists() and "The king" in said
     else:
         assert float(re.search("largest difference: (.+)", said)[1]) < 1e-5
