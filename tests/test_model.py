@@ -253,4 +253,5 @@ def test_weights_that_do_not_fit_are_one_clear_error(refused, tmp_path, checkpoi
             words = "--init-from", folder, "--batch-size", 1, "--steps", 1
             ((name, value),) = config.items()
             refused(script, *words, says=f"{folder}: not GPT-2: {name} is {value}$")
+    load("baseline.py").GPT.from_pretrained(save_gpt2(tmp_path / "same", n_inner=4 * 32)[0])  # the default, in a number
     refused("baseline.py", "--init-from", ROOT / "tests", says=f".*{ROOT / 'tests'}")

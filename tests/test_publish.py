@@ -8,8 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import publish
+import pytest
 import record
 import render
 from conftest import ROOT, RUNGS, copy_project
@@ -102,6 +104,19 @@ def test_mfu_uses_the_peak_in_the_data_sheet():
     shown = block("cards")
     assert [row[0] for row in shown] == list(publish.FIRST)
     assert all(row[:5] in [line[:5] for line in page] for row in shown)
+
+
+@pytest.mark.parametrize(
+    "finished, shown", [("2026-11-27T23:59", [1.5, None, None]), ("2026-11-28T00:01", [1.5, 2.5, 3.5])]
+)
+def test_a_speed_up_from_before_a_script_changed_is_left_out(finished, shown, monkeypatch):
+    changes = {"a.py": "", "b.py": "2026-11-28", "c.py": ""}
+    rungs = [SimpleNamespace(file=name, changed=date) for name, date in changes.items()]
+    monkeypatch.setattr(render, "read_ladder", lambda: rungs)
+    rows = [("a.py", None, 1.5), ("b.py", "a.py", 2.5), ("c.py", "b.py", 3.5)]
+    rows = [{"name": name, "before": before, "over_before": gain} for name, before, gain in rows]
+    data = render.current({"finished": finished, "started": "2026-11-20T00:00", "rows": rows})
+    assert [row["over_before"] for row in data["rows"]] == shown
 
 
 def cpu():
