@@ -12,7 +12,7 @@ help:
 	@echo 'make ladder      measure the scripts on this machine; ARGS="--profile --budget 30"'
 	@echo 'make quality     measure the held-out loss of each rung on nano over five seeds; takes about an hour on a CPU'
 	@echo 'make counts      count the FLOPs, bytes and kernels of each rung, without a GPU; ARGS="--card 4090 --batch-size 16"'
-	@echo 'make compare     print two measurements side by side; ARGS="results/ONE results/OTHER"'
+	@echo 'make compare     print one measurement, or two side by side; ARGS="results/ONE results/OTHER"'
 	@echo 'make plot        plot the losses of runs from their log files; ARGS="runs/a.jsonl runs/b.jsonl"'
 	@echo 'make test        run lint and most tests, in 4 minutes; run this before every commit'
 	@echo 'make test-all    run every test, as CI does'
@@ -23,28 +23,28 @@ run: .venv/run
 	.venv/bin/python speedup_10_fused_adamw.py $(ARGS)
 
 diff-%:
-	@$(PYTHON) dev/diff.py $*
+	@$(PYTHON) -m dev.diff $*
 
 notebook: .venv/dev
-	.venv/bin/python notebooks/build_notebooks.py
+	.venv/bin/python -m notebooks.build_notebooks
 
 docs: .venv/dev
-	.venv/bin/python docs/build_site.py
+	.venv/bin/python -m docs.build_site
 
 ladder: .venv/dev
-	.venv/bin/python measure/measure.py $(ARGS)
+	.venv/bin/python -m measure.run $(ARGS)
 
 quality: .venv/dev
-	.venv/bin/python measure/quality.py $(ARGS)
+	.venv/bin/python -m measure.quality $(ARGS)
 
 counts: .venv/dev
-	.venv/bin/python measure/counts.py $(ARGS)
+	.venv/bin/python -m measure.counts $(ARGS)
 
 compare: .venv/dev
-	.venv/bin/python measure/compare.py $(ARGS)
+	.venv/bin/python -m measure.tables $(ARGS)
 
 plot: .venv/dev
-	.venv/bin/python measure/plot.py $(ARGS)
+	.venv/bin/python -m measure.plots $(ARGS)
 
 test: .venv/dev lint
 	$(PYTEST) -m 'not slow' $(ARGS)
@@ -57,10 +57,10 @@ lint: .venv/dev
 	.venv/bin/ruff format --check .
 
 propagate: .venv/dev
-	.venv/bin/python dev/propagate.py $(ARGS)
+	.venv/bin/python -m dev.propagate $(ARGS)
 
 figures: .venv/dev
-	.venv/bin/python measure/publish.py $(ARGS)
+	.venv/bin/python -m measure.tables --pages
 
 .venv/run: requirements.txt
 	$(PYTHON) -m venv .venv

@@ -1,4 +1,4 @@
-"""Show how a script differs from the script that it builds on:  python dev/diff.py 02   (make diff-02)
+"""Show how a script differs from the script that it builds on:  python -m dev.diff 02   (make diff-02)
 
 The example above prints the docstring of speedup_02_tf32.py. It then prints git's diff from speedup_01_weight_tying.py
 to this script, without either docstring.
@@ -11,7 +11,7 @@ import os
 import re
 import sys
 
-from ladder import ROOT, code_diff, read_ladder, split
+from dev.ladder import ROOT, code_diff, read_ladder, split
 
 
 def show(rung):

@@ -1,8 +1,8 @@
 """Carry an edit of one script into the scripts that build on it.
 
-    python dev/propagate.py speedup_03_bf16.py            into every later file
-    python dev/propagate.py --down speedup_03_bf16.py     into the earlier files as well
-    python dev/propagate.py --check speedup_03_bf16.py    only list the files that lag behind
+    python -m dev.propagate speedup_03_bf16.py            into every later file
+    python -m dev.propagate --down speedup_03_bf16.py     into the earlier files as well
+    python -m dev.propagate --check speedup_03_bf16.py    only list the files that lag behind
 
 The edit is the file's diff against HEAD. For a new file, it is the diff from the previous script. A three-way merge
 carries the edit from each script to the adjacent scripts, so each script keeps its own change. A script with a conflict
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ladder import MARKS, ROOT, read_ladder, split
+from dev.ladder import MARKS, ROOT, read_ladder, split
 
 OWN = "has uncommitted changes of its own (if an earlier run made them, git restore all files that it changed)"
 SAYS = {  # state of a script that the edit reaches -> (message of --check, message of a run)
@@ -151,7 +151,7 @@ def propagate(name, down, check):
     for source, script in conflicts:
         print(f"Resolve the conflict in {script}, <<<<<<< to >>>>>>>{', then run:' if script in waited_for else ''}")
         if script in waited_for:
-            print(f"    python dev/propagate.py {'--down ' if before[source] == script else ''}{script}")
+            print(f"    python -m dev.propagate {'--down ' if before[source] == script else ''}{script}")
     return bool(conflicts)
 
 

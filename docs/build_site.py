@@ -1,4 +1,4 @@
-"""Build the site from the scripts, ladder.toml, results/ and docs/:  python docs/build_site.py   (make docs)
+"""Build the site from the scripts, ladder.toml, results/ and docs/:  python -m docs.build_site   (make docs)
 
 docs/pages/ contains handwritten Markdown with Jinja calls of the form <!-- {{ ... }} -->. This program replaces each
 call with generated text, using the templates in docs/parts/. Zensical then converts the pages to HTML in docs/site/.
@@ -21,20 +21,11 @@ import numpy as np
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "dev"), str(ROOT / "measure")]
-import floor  # noqa: E402
-import plot  # noqa: E402
-import record  # noqa: E402
-import render  # noqa: E402
-from diffs import highlighted, paint, read_diff, source  # noqa: E402
-from ladder import changed_lines, read_ladder, read_toml, title  # noqa: E402
-from publish import minutes, over, row_of  # noqa: E402
-
-from measure import TEN  # noqa: E402
+from dev.ladder import ROOT, changed_lines, read_ladder, read_toml, title
+from docs.diffs import highlighted, paint, read_diff, source
+from measure import counts, plots, records, tables
 
 DOCS, SITE = ROOT / "docs", ROOT / "docs" / "site"
-INK = matplotlib.rcParams["text.color"]
 TOPICS = (  # topics of the mistakes, in the order in which the page lists them
     "Model and attention",
     "Initialization and weights",
@@ -62,7 +53,7 @@ def pair_page(before, after):
 
 def in_page(svg):
     """Return an SVG file's text with its lines and letters in the text colour of the page."""
-    text = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("fill: #ffffff", "fill: none")
+    text = svg[svg.index("<svg") :].replace(plots.INK, "currentColor").replace("fill: #ffffff", "fill: none")
     # Styles are removed, because they would affect the whole page.
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # remove these ids, which would not be unique on a page
@@ -120,11 +111,17 @@ class Site:
 
     def __init__(self):
         self.rungs = read_ladder()
-        self.results = render.newest() | render.newest(partial=True)
-        self.steps = floor.read_counts()
+        self.results = tables.newest() | tables.newest(partial=True)
+        self.steps = counts.read_counts()
         loader = jinja2.FileSystemLoader([DOCS, DOCS / "pages"])
-        self.jinja = render.JINJA.overlay(loader=loader, autoescape=lambda name: name.endswith(".html"))
-        self.jinja.filters.update(good=render.good, paint=paint)
+        self.jinja = jinja2.Environment(
+            loader=loader,
+            undefined=jinja2.StrictUndefined,
+            autoescape=lambda name: name.endswith(".html"),
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self.jinja.filters.update(number=records.number, paint=paint)
         self.jinja.globals.update(
             site=self,
             files=[rung.file for rung in self.rungs],
@@ -132,7 +129,7 @@ class Site:
             page=page,
             pair_page=pair_page,
             changed_lines=changed_lines,
-            times=render.times,
+            times=records.times,
             later=LATER,
         )
         # Calls in a page are HTML comments, because GitHub renders the same file and hides HTML comments.
@@ -190,25 +187,25 @@ class Site:
                 predicted = f"{gain}, {where}"
         measured = ""
         for data in self.results.values():
-            row = row_of(data, rung.file) or {}
-            gain = over(row.get("over_before"))
+            row = data.rows.get(rung.file, {})
+            gain = records.times(row.get("over_before"))
             if not rung.before and row.get("median_ms"):
                 gain = f"{row['median_ms']:,.0f} ms per step"
-            measured = measured or gain and f"{gain}, {render.label(data)}"
-        return self.part("head.html", rung=rung, minutes=minutes(rung), predicted=predicted, measured=measured)
+            measured = measured or gain and f"{gain}, {data.label}"
+        return self.part("head.html", rung=rung, predicted=predicted, measured=measured)
 
     def counts(self, rung):
         """Return the FLOPs, bytes and kernels of two adjacent rungs, and the bytes of the kernel groups that differ."""
-        steps = self.steps[render.COUNTED]
+        steps = self.steps[tables.COUNTED]
         names = [script for script in (rung.before, rung.file) if script]
         if missing := [script for script in names if script not in steps]:
             return f"{missing[0]} is not counted yet: see [three counts](../counts.md)."
         both, rows = [steps[script] for script in names], {}
         for what, unit, place in (("FLOPs", "TFLOP", 0), ("bytes moved", "GB", 1), ("kernels", "", 2)):
-            rows[what] = [floor.totals(step)[place] for step in both], unit
+            rows[what] = [counts.totals(step)[place] for step in both], unit
         least = 0.01 * rows["bytes moved"][0][0]  # leave out the kernel groups whose bytes change by less
-        for kind in render.GROUPS:
-            moved = [floor.totals(step, kind)[1] for step in both]
+        for kind in plots.GROUPS:
+            moved = [counts.totals(step, kind)[1] for step in both]
             if max(moved) - min(moved) >= least or len(both) == 1 and moved[0]:
                 rows[f"bytes: {kind}"] = moved, "GB"
         return self.part("counts.md", rows=rows, names=["before", "after"] if rung.before else ["count"])
@@ -216,15 +213,17 @@ class Site:
     def measured_ms(self, script, prediction):
         """Return the latest median step time in ms for a prediction's device, model, B and T, or None."""
         wanted, times = [prediction[key] for key in ("device", "model", "seq_len", "batch_size")], []
-        for data in map(record.read, (ROOT / "results").glob("*/ladder.json")):
-            settings = data["settings"]
-            rows = [row | {"batch_size": settings["batch_size"]} for row in data["rows"] if row["name"] == script]
-            if script == TEN:
-                rows += [cell for cell in data["batches"] if cell["compile_mode"] == "default"]
+        for data in (records.load(path.parent) for path in (ROOT / "results").glob("*/runs.jsonl")):
+            settings = data.settings
+            rows = [
+                row | {"batch_size": settings["batch_size"]} for row in data.rows.values() if row["script"] == script
+            ]
+            if script == records.TEN:
+                rows += [row for row in data.batches if row["compile_mode"] == "default"]
             for row in rows:
-                here = [data["machine"]["name"], settings["model"], settings["seq_len"], row["batch_size"]]
+                here = [data.host["name"], settings["model"], settings["seq_len"], row["batch_size"]]
                 if here == wanted and row["median_ms"]:
-                    times.append((data["finished"] or "", row["median_ms"]))
+                    times.append((data.finished, row["median_ms"]))
         return max(times, key=lambda time: time[0], default=(None, None))[1]
 
     def measured(self, rung, **predicted):
@@ -234,9 +233,9 @@ class Site:
         """
         found = {}
         for name, data in self.results.items():
-            row, before = row_of(data, rung.file), row_of(data, rung.before)
+            row, before = data.rows.get(rung.file), data.rows.get(rung.before)
             before = before if before and before["median_ms"] and row and row["over_before"] else None
-            here = data["machine"]["name"], data["settings"]["model"]
+            here = data.host["name"], data.settings["model"]
             if row and (row["median_ms"] or row["error"]) and here not in found:
                 plots = self.plots(name, [one for one in (before, row) if one]) if row["median_ms"] else []
                 found[here] = name, row, before, plots
@@ -248,7 +247,7 @@ class Site:
 
     def plots(self, name, rows):
         """Plot the step times, losses and kernel groups of a script and the previous script -> [(alt text, SVG)]."""
-        names, spread, made = [title(row["name"]) for row in rows], np.random.default_rng(0), []
+        names, spread, made = [title(row["script"]) for row in rows], np.random.default_rng(0), []
 
         def axes(text, values, **labels):
             figure = Figure(figsize=(3.6, 2.3))
@@ -257,25 +256,25 @@ class Site:
 
         medians = [f"{row['median_ms']:,.1f} ms" for row in rows]
         times = axes("Time per step", medians, xlabel="ms per step; line: median")
-        ends = [f"{render.good(row)[0]['losses'][-1]:.4f} at the last step" for row in rows]
+        ends = [f"{row['runs'][0]['losses'][-1]:.4f} at the last step" for row in rows]
         losses = axes("Loss", ends, xlabel="step", ylabel="loss, nats per token")
         for place, row in enumerate(rows):
-            runs = render.good(row)
-            steps = np.concatenate([record.steady(run["times_ms"]) for run in runs])
-            colour = (render.RUNG, render.PEER)[place]
+            runs = row["runs"]
+            steps = np.concatenate([records.steady(run["step_ms"]) for run in runs])
+            colour = (plots.RUNG, plots.PEER)[place]
             spots = place + spread.uniform(-0.25, 0.25, len(steps))
             times.plot(steps, spots, "o", color=colour, markersize=3, alpha=0.6)
-            times.plot([row["median_ms"]] * 2, [place - 0.35, place + 0.35], color=INK)
+            times.plot([row["median_ms"]] * 2, [place - 0.35, place + 0.35], color=plots.INK)
             losses.plot(runs[0]["losses"], color=colour, linestyle=("-", "--")[place], label=names[place])
         times.set_xlim(left=0)
         times.set_yticks(range(len(rows)), names)
         times.invert_yaxis()
         losses.legend()
         groups = [row["profile"]["groups_ms"] for row in rows if row["profile"]]
-        if len(groups) == len(rows) and all(groups):
+        if len(groups) == len(rows):
             sums = [", ".join(f"{kind} {ms:.0f} ms" for kind, ms in group.items()) for group in groups]
             kinds = axes("Where the time goes", sums)
-            render.stacks(kinds, names, rows, height=0.6)
+            plots.stacks(kinds, names, rows, height=0.6)
             kinds.set_xlabel("ms per step, profiled")
             legend = {"ncols": 2, "fontsize": 9, "columnspacing": 1, "handlelength": 1}
             kinds.figure.legend(*kinds.get_legend_handles_labels(), loc="outside lower center", **legend)
@@ -286,19 +285,19 @@ class Site:
         for part in (figure, *figure.axes):
             part.set_facecolor("none")
         with matplotlib.rc_context({"svg.hashsalt": salt}):
-            return Markup(in_page(render.svg(figure)))
+            return Markup(in_page(plots.svg(figure)))
 
     def run(self, name):
         """Describe a run of pretrain/train.py in results/: its machine, its losses (plot and table) and its samples."""
         folder = ROOT / "results" / name
         machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
-        rows = plot.read(folder / "log.jsonl")
+        rows = plots.read(folder / "log.jsonl")
         evaluations = [row for row in rows if "val_loss" in row]
-        steps, losses = plot.curve(rows, "loss")
+        steps, losses = plots.curve(rows, "loss")
         for before, row in zip(evaluations, evaluations[1:], strict=False):
             row["mean_loss"] = losses[(steps >= before["step"]) & (steps < row["step"])].mean()
         best = min(evaluations, key=lambda row: row["val_loss"])
-        picture = self.inline(plot.draw({"this run": rows}), name)
+        picture = self.inline(plots.losses({"this run": rows}), name)
         return self.part("run.html", machine=machine, evaluations=evaluations, best=best, picture=picture)
 
     def write(self, folder):

@@ -4,11 +4,9 @@ import difflib
 import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, product, zip_longest
-from pathlib import Path
 
 import unidiff
 from markupsafe import Markup, escape
@@ -16,9 +14,7 @@ from pygments import lex
 from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "dev"))
-from ladder import PLAIN_GIT, split  # noqa: E402
+from dev.ladder import PLAIN_GIT, ROOT, split
 
 WORD = re.compile(r"\w+| {4}|.")
 

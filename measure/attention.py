@@ -1,27 +1,25 @@
 """Benchmark the unfused attention of rung 05 and each kernel of F.scaled_dot_product_attention.
 
-    python measure/attention.py
+    python -m measure.attention
 
-For each sequence length T, this program prints the time of the forward pass, the time of the forward and backward
-passes together, and the peak memory of both passes. Unfused attention stores a score matrix that grows quadratically
-with T. FlashAttention (Dao et al. 2022) and similar kernels do not store the whole matrix at once. In rung 06, the
-model calls F.scaled_dot_product_attention instead of the unfused attention of rung 05. To see the diff:
-
-    git diff --no-index --word-diff speedup_05_compile.py speedup_06_flash_attn.py
+For each sequence length T, the table shows the forward pass, the forward and backward passes together, and the peak
+memory of both. A time is the median of 3 interleaved rounds (lowest-highest). A speed-up is over the unfused attention,
+which stores a score matrix that grows quadratically with T. FlashAttention (Dao et al. 2022) and similar kernels do not
+store the whole matrix at once. `make diff-06` shows how rung 06 calls them.
 """
 
 import argparse
 import functools
 import math
 import platform
-import statistics
-import sys
 import warnings
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
-from device import add_device, memory_in_use, out_of_memory, precisions, seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from measure.device import add_device, memory_in_use, out_of_memory, precisions, seconds
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
@@ -74,36 +72,27 @@ def peak_bytes(function, device):
         before = module.memory_allocated(device)
         function()
         return module.max_memory_allocated(device) - before
-    if device.type != "cpu":
-        return math.nan
-    return max(size for _, size in memory_in_use(function))
+    return max(size for _, size in memory_in_use(function)) if device.type == "cpu" else math.nan
 
 
 def bench(q, k, v):
-    """Return (memory, times), two dicts keyed by the kind of attention.
-
-    `memory` contains the peak memory in MiB, or a message if this kind does not run. For each kind that runs, `times`
-    contains three timings of the forward pass and three timings of both passes, in ms.
-    """
-    memory, times = {}, {}
+    """Return a DataFrame of text with a row per kind of attention. q, k and v have shape (B, n_head, T, head_size)."""
+    table, functions = {}, {}
     for kind, attention in ATTENTION.items():
-        both = passes(attention, q, k, v)[1]
+        forward, both = passes(attention, q, k, v)
         try:
             both()  # not timed, because the first call loads kernels
-            memory[kind] = peak_bytes(both, q.device) / 2**20
-            times[kind] = [], []
+            table[kind] = {"MiB": f"{peak_bytes(both, q.device) / 2**20:.1f}"}
+            functions |= {(kind, "forward"): forward, (kind, "both passes"): both}
         except RuntimeError as error:
-            memory[kind] = "out of memory" if out_of_memory(error) else "kernel not available"
-    for _ in range(3):
-        for kind, taken in times.items():
-            for ms, function in zip(taken, passes(ATTENTION[kind], q, k, v), strict=True):
-                ms.append(1000 * seconds("f()", q.device, min_run_time=0.2, f=function))
-    return memory, times
-
-
-def cell(ms, written_out_ms):
-    median, spread = statistics.median(ms), f"({min(ms):.3f}-{max(ms):.3f})"
-    return f"{median:10.3f} {spread:19} {statistics.median(written_out_ms) / median:5.2f} x"
+            table[kind] = {"MiB": "out of memory" if out_of_memory(error) else "kernel not available"}
+    rounds = [{key: 1000 * seconds("f()", q.device, 0.2, f=call) for key, call in functions.items()} for _ in range(3)]
+    times = pd.DataFrame(rounds)
+    for (kind, heading), ms in times.items():
+        table[kind][f"{heading}, ms"] = f"{ms.median():.3f} ({ms.min():.3f}-{ms.max():.3f})"
+        if ("written out", heading) in functions:  # otherwise, its score matrix does not fit in the memory
+            table[kind][f"{heading}, speed-up"] = f"{times['written out', heading].median() / ms.median():.2f} x"
+    return pd.DataFrame.from_dict(table, orient="index")
 
 
 def main():
@@ -122,22 +111,14 @@ def main():
     module = torch.get_device_module(device)
     chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
     print(f"device {device} ({chip}) | torch {torch.__version__} | {dtype} | B {B}, {n_head} heads of {head_size}")
-    print("ms: median of 3 interleaved rounds (lowest-highest), and speed relative to written out; MiB: peak memory")
-    print(f"{'T':>6}  {'attention':16} {'forward':>10} {'':28} {'both passes':>12} {'':25} {'MiB':>9}")
     warnings.filterwarnings("ignore")  # the table already shows which kernels do not run
     for T in args.seq_lens:
         shape = B, n_head, T, head_size
         try:
             q, k, v = (torch.randn(shape, device=device, dtype=DTYPES[dtype], requires_grad=True) for _ in range(3))
         except RuntimeError as error:
-            sys.exit(f"{parser.prog}: error: cannot create inputs with T {T}: {' '.join(str(error).split())[:200]}")
-        memory, times = bench(q, k, v)
-        for kind, most in memory.items():
-            row = f"{most:>28}"
-            if kind in times:
-                first = times.get("written out", ([math.nan], [math.nan]))
-                row = f"{'  '.join(map(cell, times[kind], first))} {most:9.1f}"
-            print(f"{T:6}  {kind:16} {row}", flush=True)
+            parser.error(f"cannot create inputs with T {T}: {' '.join(str(error).split())[:200]}")
+        print(f"\nT {T}", bench(q, k, v).to_string(na_rep=""), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

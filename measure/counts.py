@@ -1,4 +1,4 @@
-"""Count the FLOPs, bytes and kernels of a training step:  python measure/counts.py --batch-size 4   (make counts)
+"""Count the FLOPs, bytes and kernels of a training step:  python -m measure.counts --batch-size 4   (make counts)
 
 This program runs two steps of each unmodified rung on fake tensors and counts the second step. Fake tensors have shapes
 but no values, so counting needs no GPU and performs no arithmetic. Runs with the same version of torch give the same
@@ -16,49 +16,63 @@ What is counted:
   operation over all parameters.
 * Device: the steps run on the CPU but follow PyTorch's rules for CUDA. Softmax is float32 under autocast, and AdamW
   and clipping use one operation for all parameters. Inductor schedules kernels for an A100 but does not pad matmuls.
+* Floor: the figures in cards.toml come from data sheets. No parameter is fitted to measured step times. The floor does
+  not include the time between kernels, and it assumes that each kernel reaches the peak or the full bandwidth. A step
+  can still be faster than its floor, mainly because kernels read the results of earlier kernels from the cache, or
+  because the GPU runs at a higher clock than its data sheet states.
 """
 
 import argparse
 import contextlib
 import copy
 import functools
+import io
+import json
 import os
+import runpy
 import shlex
 import sys
-from collections import Counter as Counted
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
-import fake
 import torch
-from floor import Card, Kernel, cells
-from kernels import group
-from record import ROOT, save
-from render import plain
 from torch._guards import detect_fake_mode
-from torch._inductor.compile_fx import _recursive_post_grad_passes as post_grad_passes
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.runtime.hints import DeviceProperties
-from torch._inductor.utils import get_fused_kernel_name
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry as FLOPS
 from torch.utils.flop_counter import register_flop_formula
 
-sys.path.append(str(ROOT))
-from ladder import Rung, read_ladder
-
 from baseline import MODELS
+from dev.ladder import ROOT, Rung, read_ladder, read_toml
+from measure.kernels import group
+from measure.records import OVERRIDES, peaks, save, text
 
 PEER = Rung("measure/peers.py compiled", "transformers, compiled", "", "peer", precision="bf16")
 aten = torch.ops.aten
 NOT_KERNELS = {aten._unsafe_view.default, aten.lift_fresh.default}  # views that their schemas do not mark as views
 HOST = {aten._foreach_add_.Tensor}  # not counted: increments AdamW's step counters, on the CPU unless AdamW is fused
 ONLY_WRITTEN = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # they overwrite a tensor without reading it
-SCHEDULES = {}  # key of a compiled graph -> its kernels
-A100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)  # 108 SMs, capability 8.0, limits per SM
+SCHEDULES = {}  # key of a compiled graph -> its kernels; rungs 07 to 10 share theirs
+INSTEAD = {"tf32": "float32", "bf16": "fp16", "fp16": "float32"}  # precision -> substitute if a GPU does not support it
+
+
+# ---- the kernels of a step
+
+
+class Kernel(NamedTuple):
+    """An operation, or several fused operations. `precision` is "" if the kernel is not a matmul."""
+
+    name: str
+    group: str
+    precision: str
+    flops: int
+    bytes: int
 
 
 @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu)
@@ -88,10 +102,7 @@ def product(func, args, kwargs, out, float32):
 
 
 def nbytes(tensor):
-    """Return a tensor's size in bytes.
-
-    For an expanded tensor, this is the size of its storage, which is smaller than its shape suggests.
-    """
+    """Return a tensor's size in bytes. An expanded tensor has the size of its storage, not of its shape."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -119,12 +130,12 @@ def traffic(func, args, kwargs, out):
     return sum(read.values()) + written + sum(nbytes(t) for t in tree_leaves(new) if isinstance(t, torch.Tensor))
 
 
-class Counter(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Records operations in this mode as kernels. `float32` is the precision of float32 matmuls, float32 or tf32."""
 
     def __init__(self, float32="float32"):
         super().__init__()
-        self.float32, self.kernels, self.paused, self.path = float32, [], False, ""
+        self.float32, self.kernels, self.path = float32, [], ""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is aten._local_scalar_dense.default:
@@ -134,12 +145,97 @@ class Counter(TorchDispatchMode):
                 return args[0].clone().masked_fill_(*args[1:])  # PyTorch's masked_fill runs these two operations
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        kernel = func.namespace == "aten" and not func.is_view and func not in NOT_KERNELS | HOST
-        if kernel and not self.paused:
+        if func.namespace == "aten" and not func.is_view and func not in NOT_KERNELS | HOST:
             name, flops, precision = product(func, args, kwargs, out, self.float32)
             size = traffic(func, args, kwargs, out)
             self.kernels.append(Kernel(name, group(name, self.path), precision, flops, size))
         return out
+
+
+# ---- run an unmodified script on fake tensors
+
+
+@contextlib.contextmanager
+def patched(values):
+    """Replace attributes within this context. `values` maps full names, such as sys.argv, to values."""
+    with contextlib.ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(mock.patch(name, value))
+        yield
+
+
+def fake_compile(inner, fullgraph=True):
+    """Return a replacement for torch.nn.Module.compile.
+
+    `inner` compiles a graph, as Inductor's compile_fx_inner does. With `fullgraph`, code outside a graph is an error.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    def compile(module, **_):
+        backend = functools.partial(compile_fx, inner_compile=inner)
+        call = torch.compile(module._call_impl, backend=backend, fullgraph=fullgraph, dynamic=False)
+
+        def without_mode(*args, **kwargs):
+            with _pop_mode_temporarily():  # Dynamo does not compile under an unknown dispatch mode
+                return call(*args, **kwargs)
+
+        module._compiled_call_impl = without_mode
+
+    return compile
+
+
+def run_fake(script, flags, mode, patches, cuda=True, environment=None):
+    """Run `script` on fake tensors with the options in `flags`, a dict, and with the dispatch mode `mode` active.
+
+    `script` may contain arguments, separated by spaces. `patches` maps full names, such as torch.nn.Module.compile, to
+    values that replace them. `environment` contains more environment variables. The script runs on the CPU but follows
+    PyTorch's rules for CUDA, or its rules for the CPU if `cuda` is False. Raises SystemExit if the script rejects an
+    option.
+    """
+    import torch._inductor.config as inductor
+
+    softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
+    capabilities = {**torch.cpu.get_capabilities(), "avx512_bf16": True}  # on a CPU, the rungs need this for bf16
+
+    def in_float32(x, *args, **kwargs):
+        return softmax(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)
+
+    script, *words = script.split()
+    words += [str(word) for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+    patches = {
+        "sys.argv": [script, *words, "--device", "cpu"],
+        "sys.stdout": io.StringIO(),
+        "torch.Tensor.__format__": lambda tensor, form: "",
+        "torch.from_numpy": lambda array: fake.from_tensor(from_numpy(array)),
+        "torch.nn.Module.to": lambda module, device: module,
+        "torch.use_deterministic_algorithms": lambda mode, warn_only=False: None,
+    } | patches
+    if cuda:
+        patches |= {
+            "torch.cpu.get_capabilities": lambda: capabilities,
+            "torch.nn.functional.softmax": in_float32,
+            "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,
+            "torch.optim.adam._default_to_fused_or_foreach": lambda *_, **__: (False, True),
+        }
+    environment = {name: value for name, value in os.environ.items() if name not in OVERRIDES} | (environment or {})
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)  # as in the rungs on a GPU; deterministic mode changes compiled kernels
+    torch._dynamo.reset()
+    try:
+        with (
+            mock.patch.dict(os.environ, environment, clear=True),
+            patched(patches),
+            torch._dynamo.config.patch(disable=False),
+            torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+            inductor.patch(
+                score_fusion_memory_threshold=inductor.score_fusion_memory_threshold
+            ),  # chunked_loss sets it
+            fake,
+            mode,
+        ):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
 
 
 # ---- compiled rungs: Inductor schedules the graphs but generates no code
@@ -164,6 +260,8 @@ def moved(node):
 
 def schedule(float32, graph):
     """Schedule a graph and raise Scheduled with its kernels. This function replaces GraphLowering.codegen."""
+    from torch._inductor.utils import get_fused_kernel_name
+
     graph.init_wrapper_code()
     graph._update_scheduler()
     kernels = []
@@ -194,49 +292,51 @@ def to_cuda(gm, inputs):
                 node.update_kwarg("device", device)
 
 
-def compiler(counter, fullgraph):
+def compiler(recorder, fullgraph):
     """Return a replacement for torch.nn.Module.compile.
 
     With this replacement, each call of a compiled module records the kernels that Inductor would run. With `fullgraph`,
     code outside a graph is an error.
     """
+    from torch._inductor import compile_fx
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    a100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)  # 108 SMs, capability 8.0, limits per SM
+    post_grad_passes = compile_fx._recursive_post_grad_passes
 
     def inner(gm, inputs, **options):
-        key = str(gm.graph), *((t.shape, t.dtype) for t in inputs)  # rungs 07 to 10 share a key and a schedule
+        key = str(gm.graph), *((t.shape, t.dtype) for t in inputs)
         mine, inputs = copy.deepcopy(gm), list(inputs)
 
         def passes(graph, **how):
             post_grad_passes(graph, **how)
             to_cuda(graph, inputs)
 
-        with contextlib.ExitStack() as patches:
-            for name, value in {
-                "graph.GraphLowering.codegen": lambda graph: schedule(counter.float32, graph),
-                "compile_fx._recursive_post_grad_passes": passes,
-                "compile_fx._check_triton_bf16_support": lambda graph: None,
-                "scheduler.has_triton": lambda: True,
-                "runtime.hints.DeviceProperties.create": lambda device: A100,
-            }.items():
-                patches.enter_context(mock.patch(f"torch._inductor.{name}", value))
+        patches = {
+            "graph.GraphLowering.codegen": lambda graph: schedule(recorder.float32, graph),
+            "compile_fx._recursive_post_grad_passes": passes,
+            "compile_fx._check_triton_bf16_support": lambda graph: None,
+            "scheduler.has_triton": lambda: True,
+            "runtime.hints.DeviceProperties.create": lambda device: a100,
+        }
+        with patched({f"torch._inductor.{name}": value for name, value in patches.items()}):
             try:
                 if key not in SCHEDULES:
-                    compile_fx_inner(mine, inputs, **options)
+                    compile_fx.compile_fx_inner(mine, inputs, **options)
             except Scheduled as end:
                 (SCHEDULES[key],) = end.args
 
         def run(args):
-            counter.kernels += SCHEDULES[key]
-            counter.paused, values = True, list(args)
+            values, before = list(args), len(recorder.kernels)
             args.clear()
-            try:
-                return gm(*values)
-            finally:
-                counter.paused = False
+            out = gm(*values)
+            recorder.kernels[before:] = SCHEDULES[key]  # these replace the operations that the mode has just recorded
+            return out
 
         run._boxed_call = True
         return run
 
-    return fake.compiler(inner, fullgraph)
+    return fake_compile(inner, fullgraph)
 
 
 def step(rung, model, batch_size, seq_len, cuda=True):
@@ -245,23 +345,116 @@ def step(rung, model, batch_size, seq_len, cuda=True):
     The step follows PyTorch's rules for CUDA, or its rules for the CPU if `cuda` is False. Raises SystemExit if the
     script rejects the batch size or the sequence length.
     """
-    counter, steps = Counter("float32" if rung.precision == "float32" else "tf32"), []
+    recorder, steps = Recorder("float32" if rung.precision == "float32" else "tf32"), []
 
     def begin_update(*_):
-        counter.path = "optimizer."
+        recorder.path = "optimizer."
 
     def end_update(*_):
-        steps.append(counter.kernels)
-        counter.kernels, counter.path = [], ""
+        steps.append(recorder.kernels)
+        recorder.kernels, recorder.path = [], ""
 
     flags = {"model": model, "batch_size": batch_size, "seq_len": seq_len, "steps": 2}
-    hooks = register_optimizer_step_pre_hook(begin_update), register_optimizer_step_post_hook(end_update)
-    try:
-        fake.run(rung.file, flags, counter, compiler(counter, rung is not PEER), cuda)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    patches = {"torch.nn.Module.compile": compiler(recorder, fullgraph=rung is not PEER)}
+    with register_optimizer_step_pre_hook(begin_update), register_optimizer_step_post_hook(end_update):
+        run_fake(rung.file, flags, recorder, patches, cuda)
     return steps[-1]
+
+
+# ---- the floor and the tables
+
+
+@dataclass
+class Card:
+    """A GPU's peak matmul TFLOP/s by precision, and its memory bandwidth in GB/s."""
+
+    tflops: dict
+    gb_per_s: float
+
+    @classmethod
+    def read(cls, name):
+        """Return a Card. `name` is a GPU in cards.toml ("RTX" is optional) or a file with the output of measure.roof.
+
+        Raises ValueError if `name` is neither, and OSError if a file cannot be read.
+        """
+        cards = read_toml("measure/cards.toml")
+        for known, card in cards.items():
+            if name.lower() in (known.lower(), known.lower().removeprefix("rtx ")):
+                return cls(card, card["gb_per_s"])
+        if not Path(name).is_file():
+            raise ValueError(f"--card {name}: expected a file with measure.roof's output, or one of {', '.join(cards)}")
+        try:
+            roof = json.loads(Path(name).read_text(encoding="utf-8"))
+            tflops, gb_per_s = peaks(roof), roof["copy_gb_per_s"]
+            if min(tflops["float32"], *tflops.values(), gb_per_s) > 0:
+                return cls(tflops, gb_per_s)
+        except (KeyError, TypeError, ValueError):
+            pass
+        raise ValueError(f"--card {name}: the file does not contain the output of measure.roof")
+
+    def floor_ms(self, step):
+        """Return (the floor of a step, the part of the floor that is due to memory-bound kernels), both in ms."""
+        whole = waiting = 0.0
+        for kernel, count in step.items():
+            precision = kernel.precision
+            while precision and precision not in self.tflops:
+                precision = INSTEAD[precision]
+            multiply = kernel.flops / self.tflops[precision] / 1e9 if precision else 0.0
+            move = kernel.bytes / self.gb_per_s / 1e6
+            whole += count * max(multiply, move)
+            waiting += count * move if move > multiply else 0.0
+        return whole, waiting
+
+
+def read_counts(path=ROOT / "results" / "counts.json"):
+    """Return {(model, batch size, sequence length): {script: step}}. Each step is a Counter of kernels."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        (one["model"], one["batch_size"], one["seq_len"]): {
+            script: Counter({Kernel(*kernel): count for *kernel, count in rows})
+            for script, rows in one["scripts"].items()
+        }
+        for one in data["counts"]
+    }
+
+
+def counted_with(path=ROOT / "results" / "counts.json"):
+    """Return the version of torch that produced the counts."""
+    return json.loads(path.read_text(encoding="utf-8"))["torch"]
+
+
+def totals(step, group=None):
+    """Return (FLOPs, bytes, number of kernels) for a step or for one group of its kernels."""
+    rows = [(kernel, count) for kernel, count in step.items() if group in (None, kernel.group)]
+    sums = (sum(getattr(kernel, what) * count for kernel, count in rows) for what in ("flops", "bytes"))
+    return *sums, sum(count for _, count in rows)
+
+
+def cells(steps, card=None):
+    """Return a table of counts with a row per script in `steps`, as a list of dicts of heading -> cell."""
+    table = []
+    for script, step in steps.items():
+        flops, moved, kernels = totals(step)
+        row = {"script": script, "TFLOP": f"{flops / 1e12:#.3g}", "GB moved": f"{moved / 1e9:.1f}"}
+        row["kernels"] = f"{kernels:,}"
+        if card:
+            whole, waiting = card.floor_ms(step)
+            row |= {"floor, ms": f"{whole:.1f}", "memory-bound share": f"{waiting / whole:.0%}"}
+        table.append(row)
+    return table
+
+
+def beside(measured, steps, card):
+    """Return a table of step times ({script: ms}) beside floors, as a list of dicts of heading -> cell."""
+    table, before = [], (None, None)
+    for script, ms in measured.items():
+        now = ms, card.floor_ms(steps[script])[0]
+        gains = [f"{old / new:.2f}×" if old else "" for old, new in zip(before, now, strict=True)]
+        row = {"script": script, "measured, ms": f"{round(ms, 1):,g}", "floor, ms": f"{now[1]:,.1f}"}
+        row |= {"measured / floor": f"{ms / now[1]:.2f}"}
+        table.append(row | {"measured, × previous": gains[0], "floor, × previous": gains[1]})
+        before = now
+    return table
 
 
 def main():
@@ -270,7 +463,7 @@ def main():
     parser.add_argument("--batch-size", type=int, nargs="+", default=[4], metavar="B", help="batch sizes, default 4")
     parser.add_argument("--seq-len", type=int, default=1024, help="sequence length T, default 1024")
     parser.add_argument(
-        "--card", help="also print the floor on this GPU: a name in measure/cards.toml, or a file with roof.py's output"
+        "--card", help="also print the floor on this GPU of measure/cards.toml, or of measure.roof's output"
     )
     parser.add_argument("--peer", action="store_true", help="count only rung 10 and the compiled loop of peers.py")
     parser.add_argument("--out", type=Path, help="also write the counts to this file as JSON")
@@ -288,13 +481,13 @@ def main():
         about, steps = {"model": args.model, "batch_size": batch_size, "seq_len": args.seq_len}, {}
         for rung in rungs:
             print(f"counting {rung.file}, B {batch_size}", file=sys.stderr)
-            steps[rung.file] = Counted(step(rung, **about))
+            steps[rung.file] = Counter(step(rung, **about))
         rows = {script: [[*kernel, count] for kernel, count in found.items()] for script, found in steps.items()}
         counts.append(about | {"scripts": rows})
         said = f"{args.model}, B {batch_size}, T {args.seq_len}: counts of one step, torch {version}"
-        print(plain([said], cells(steps, card)), flush=True)
+        print(f"{said}\n\n{text(cells(steps, card))}\n", flush=True)
     if args.out:
-        command = shlex.join(["python", "measure/counts.py", *sys.argv[1:]])
+        command = shlex.join(["python", "-m", "measure.counts", *sys.argv[1:]])
         save(args.out, {"command": command, "torch": version, "counts": counts}, r"\[[^][{}]+\]")  # one kernel per line
 
 

@@ -1,4 +1,4 @@
-"""Break the step time down by kind of kernel:  python measure/kernels.py speedup_05_compile.py --steps 10
+"""Break the step time down by kind of kernel:  python -m measure.kernels speedup_05_compile.py --steps 10
 
 This program runs the unmodified script under torch.profiler and profiles 3 steps after 5 warm-up steps. After the
 script's output, it prints one line of JSON: milliseconds per step for each group, the attention kernel that ran, and
@@ -7,12 +7,16 @@ that launched them. The group "idle" is the time during which no kernel ran. On 
 their self times, which exclude nested operations. The group "idle" is then the time spent in Python and dispatch.
 """
 
+import functools
 import json
 import re
 import runpy
 import sys
 import tempfile
 from pathlib import Path
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 STEPS = 3
 # A kernel belongs to the first group whose pattern matches. The name of a compiled kernel lists the operations
@@ -118,11 +122,8 @@ def grouped(steps, events, gpu=False):
     return {kind: round(time / 1000 / len(steps), 4) for kind, time in total.items()}
 
 
-def profile(script):
-    """Run a script with the arguments in sys.argv, profile it, and return the dict that this program prints."""
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
+def profile(run):
+    """Call run(), which runs a script with the arguments in sys.argv, and return the dict that this program prints."""
     gpu = torch.accelerator.is_available() and "cpu" not in sys.argv
     if not gpu:
         # Without this option, compiled C++ code is one unnamed block in the trace. The option changes the key of
@@ -145,7 +146,7 @@ def profile(script):
 
         hook = register_optimizer_step_post_hook(end_of_step)
         with profiler:
-            runpy.run_path(script, run_name="__main__")
+            run()
         hook.remove()
         if not path.exists():
             sys.exit("kernels.py: error: the profile needs at least 9 steps")
@@ -161,10 +162,15 @@ def profile(script):
 
 if __name__ == "__main__":
     sys.argv.pop(0)
-    if not sys.argv or not Path(sys.argv[0]).is_file():
+    if sys.argv[:1] == ["-m"]:  # as in python -m measure.peers
+        sys.argv.pop(0)
+        run = functools.partial(runpy.run_module, sys.argv[0], run_name="__main__", alter_sys=True)
+    elif sys.argv and Path(sys.argv[0]).is_file():
+        run = functools.partial(runpy.run_path, sys.argv[0], run_name="__main__")
+    else:
         sys.exit(f"kernels.py: error: expected a script to run, not {' '.join(sys.argv[:1]) or 'nothing'}")
     try:
-        found = profile(sys.argv[0])
+        found = profile(run)
     except ValueError as error:
         sys.exit(f"kernels.py: error: {error}")
     print(json.dumps(found))

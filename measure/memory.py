@@ -1,4 +1,4 @@
-"""Will it fit? Predict the peak memory of each script:  python measure/memory.py --model gpt2-xl --batch-size 8
+"""Will it fit? Predict the peak memory of each script:  python -m measure.memory --model gpt2-xl --batch-size 8
 
 This program runs two steps of each unmodified script on fake tensors, which have shapes and lifetimes but no values. It
 adds up the sizes of all tensors that exist at the same time, and prints the largest sum of the second step and what it
@@ -13,6 +13,10 @@ What is predicted:
   group stands in for the other ranks. DDP's own code cannot run on fake tensors; its buckets, which are a second copy
   of the gradients, are allocated instead.
 * Not included: the CUDA context, workspaces of cuBLAS, and fragmentation.
+
+--measure also measures the peaks. For each script, it runs python -m measure.memory peak SCRIPT in a process of its
+own. On CUDA, PyTorch's allocator keeps the peak. On a CPU, the process adds up the allocations that torch.profiler
+records, which makes the steps slower.
 """
 
 import argparse
@@ -21,36 +25,31 @@ import functools
 import itertools
 import json
 import os
+import runpy
 import shlex
 import sys
 import tempfile
+import time
 import weakref
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
-import fake
 import numpy as np
 import torch
 import torch.distributed as dist
-from commands import TEN, ask, execute
-from ladder import read_ladder, title
-from peak import checkpoint_blocks
-from record import ROOT, now, parse, save
-from render import plain
-from torch._inductor.compile_fx import compile_fx_inner
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
-sys.path.append(str(ROOT))
 from baseline import MODELS
+from dev.ladder import ROOT, read_ladder, title
+from measure.counts import fake_compile, run_fake
+from measure.device import memory_in_use
+from measure.records import TEN, now, parse, save, text
+from measure.run import ask, execute
 
 CHECKPOINTED = "branches/activation_checkpointing.py"
 VOCABULARY = (50257, 50304)
@@ -144,6 +143,7 @@ def reinterpret(tensor, size, stride, offset=0):
 
 def compiler(live, fullgraph):
     """Return a replacement for torch.nn.Module.compile, which runs Inductor's code with kernels that do nothing."""
+    from torch._inductor.compile_fx import compile_fx_inner
 
     def inner(gm, inputs, **options):
         sizes = [(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else t for t in inputs]
@@ -158,7 +158,7 @@ def compiler(live, fullgraph):
         run._boxed_call = True
         return run
 
-    return fake.compiler(inner, fullgraph)
+    return fake_compile(inner, fullgraph)
 
 
 class Buckets(torch.nn.Module):
@@ -203,7 +203,14 @@ def options(rung, model, batch_size, seq_len, ranks):
     return flags
 
 
-def predict(rung, flags, ranks=1, checkpointing=False, cuda=True):
+def checkpoint_blocks(model):
+    """Make each block of a GPT keep only its input and recompute its activations in the backward pass."""
+    block = type(model.transformer.h[0])
+    forward = block.forward
+    block.forward = lambda self, x: checkpoint(forward, self, x, use_reentrant=False)
+
+
+def predict(rung, batch_size, model, seq_len, ranks=1, checkpointing=False, cuda=True):
     """Return {part: bytes} at the peak of a script's second step. Raises SystemExit if the script rejects an option."""
     live, steps = Live(), []
 
@@ -216,59 +223,88 @@ def predict(rung, flags, ranks=1, checkpointing=False, cuda=True):
             checkpoint_blocks(model)
         return model
 
-    resize, tokens = torch.UntypedStorage.resize_, flags.get("total_batch_size", flags["batch_size"] * flags["seq_len"])
+    resize = torch.UntypedStorage.resize_
 
     def resize_and_count(storage, size):
         resize(storage, size)
         if storage._cdata in live.alive:
             live.resize(storage._cdata, size)
 
-    text = np.zeros(tokens + 1, dtype=np.uint32)
+    flags = options(rung, model, batch_size, seq_len, ranks)
+    tokens = np.zeros(flags.get("total_batch_size", batch_size * seq_len) + 1, dtype=np.uint32)
     environment, patches = as_rank_0(ranks, live) if ranks > 1 else ({}, {})
     patches |= {
+        "torch.nn.Module.compile": compiler(live, fullgraph=rung.kind != "scale"),
+        "torch.nn.Module.to": to,
         "torch._inductor.async_compile.AsyncCompile.cpp_pybinding": lambda *_: lambda *args: None,
         "torch._C._dynamo.guards._empty_strided_cpu": empty_strided,
         "torch._C._dynamo.guards._reinterpret_tensor": reinterpret,
         "torch.UntypedStorage.resize_": resize_and_count,  # how FSDP2 frees and allocates unsharded weights
-        "tiktoken.Encoding.encode_to_numpy": lambda *_, **__: text,  # input.txt can be too short for the batch
+        "tiktoken.Encoding.encode_to_numpy": lambda *_, **__: tokens,  # input.txt can be too short for the batch
     }
-    hook = register_optimizer_step_post_hook(end_of_step)
-    try:
-        with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as cache:
-            environment |= {"TORCHINDUCTOR_CACHE_DIR": cache}  # the user's cache must not receive empty kernels
-            for name, value in patches.items():
-                stack.enter_context(mock.patch(name, value))
-            fake.run(rung.file, flags, live, compiler(live, rung.kind != "scale"), cuda, to, environment)
-    finally:
-        hook.remove()
+    with register_optimizer_step_post_hook(end_of_step), tempfile.TemporaryDirectory() as cache:
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": cache}  # the user's cache must not receive empty kernels
+        run_fake(rung.file, flags, live, patches, cuda, environment)
     return steps[-1]
 
 
-def measure(rung, flags, device, ranks=1, checkpointing=False):
+def print_peak(script, *options):
+    """Run a script with its options, for 2 steps or more, and print the peak of its last step in bytes as JSON.
+
+    With "--checkpointing" as the last option, each block is checkpointed as in branches/activation_checkpointing.py.
+    """
+    cuda, ends, peaks, to = "cuda" in options, [], [], torch.nn.Module.to
+
+    def end_of_step(optimizer, *_):
+        ends.append(time.time_ns())
+        if cuda:
+            device = optimizer.param_groups[0]["params"][0].device
+            peaks.append(torch.cuda.max_memory_allocated(device))
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def checkpointed(model, *args):
+        checkpoint_blocks(model)
+        return to(model, *args)
+
+    def run():
+        runpy.run_path(script, run_name="__main__")
+
+    if options[-1] == "--checkpointing":
+        torch.nn.Module.to, options = checkpointed, options[:-1]
+    sys.argv = [script, *options]
+    register_optimizer_step_post_hook(end_of_step)
+    in_use = run() if cuda else memory_in_use(run)
+    if os.environ.get("RANK", "0") == "0":
+        peak = peaks[-1] if cuda else max(size for ns, size in in_use if ends[-2] < ns <= ends[-1])
+        print(json.dumps({"peak_bytes": peak}))
+
+
+def measure(rung, batch_size, model, seq_len, device, ranks=1, checkpointing=False):
     """Return the peak memory of a script's second step on this machine in bytes. Raises RuntimeError if it fails."""
-    words = ["measure/peak.py", *["--checkpointing"] * checkpointing, rung.file, "--device", device]
-    words += [str(word) for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+    flags = options(rung, model, batch_size, seq_len, ranks) | {"device": device}
+    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+    words = ["-m", "measure.memory", "peak", rung.file, *words, *["--checkpointing"] * checkpointing]
     if ranks > 1:
         words = f"-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node={ranks}".split() + words
     with tempfile.TemporaryDirectory() as cache:
-        text, errors, status = execute(words, cache)
-    if error := parse(text, errors, status, 2)["error"]:
+        printed, errors, status = execute(words, cache)
+    if error := parse(printed, errors, status, 2)["error"]:
         raise RuntimeError(f"{rung.file}: {error}")
-    return json.loads(text.splitlines()[-1])["peak_bytes"]
+    return json.loads(printed.splitlines()[-1])["peak_bytes"]
 
 
 def peak(row):
     return sum(row["parts"].values())
 
 
-def advice(row, gib, smallest):
+def advice(row, gib, at):
     """Return "fits", or what to change in a row whose peak exceeds `gib` GiB.
 
-    `smallest()` returns the parts of the same script's peak at B 1.
+    at(B) returns the parts of the same script's peak at batch size B.
     """
     if peak(row) <= gib * GIB:
         return "fits"
-    parts = row["parts"] if row["batch_size"] == 1 else smallest()
+    parts = at(1)
     least = sum(parts.values())
     if least <= gib * GIB:  # the peak grows in proportion to B - 1
         return f"lower B to about {1 + int((row['batch_size'] - 1) * (gib * GIB - least) / (peak(row) - least))}"
@@ -279,6 +315,31 @@ def advice(row, gib, smallest):
     return "lower T" if row["checkpointing"] or row["script"] == CHECKPOINTED else "checkpoint the blocks"
 
 
+def largest(at, gib):
+    """Return a batch size whose peak is just under `gib` GiB, or 0. at(B) returns the parts of the peak at batch size B.
+
+    Each guess follows from the peaks at two batch sizes. The result is a guess whose predicted peak fits.
+    """
+
+    def left(B):
+        return gib * GIB - sum(at(B).values())
+
+    good, other = 1, 4
+    if left(1) < 0:
+        return 0
+    while left(good) == left(other):  # at a small B, the peak can be in the optimizer step
+        good, other = other, 2 * other
+    while more := int(left(good) * (other - good) / (left(good) - left(other))):
+        good, other = (good + more, good) if left(good + more) >= 0 else (good, good + more)
+    return good
+
+
+def fits(name):
+    """Return the rows of a file in results/ that this program wrote, each with its peak in bytes."""
+    rows = json.loads((ROOT / "results" / name).read_text(encoding="utf-8"))["rows"]
+    return [row | {"peak": peak(row)} for row in rows]
+
+
 def table(rows):
     """Return the rows as a list of dicts of heading -> cell, in GiB."""
     lines = []
@@ -287,6 +348,7 @@ def table(rows):
         line["peak, GiB"] = f"{peak(row) / GIB:.2f}"
         if row["measured"]:
             line |= {"measured": f"{row['measured'] / GIB:.2f}", "error": f"{peak(row) / row['measured'] - 1:+.1%}"}
+        line |= {"largest B": str(row["largest"])} if row["largest"] is not None else {}
         lines.append(line | ({"what to change": row["advice"]} if row["advice"] else {}))
     return lines
 
@@ -300,66 +362,71 @@ def main():
     parser.add_argument(
         "--checkpointing", action="store_true", help="also predict each script with checkpointed blocks"
     )
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NN", help="only these scripts, such as 10 chunked fsdp"
-    )
+    parser.add_argument("--only", nargs="+", metavar="NN", help="only these scripts, such as 10 chunked fsdp")
     parser.add_argument("--gib", type=float, help="also say what to change to fit in this memory; default: the GPU's")
+    parser.add_argument("--largest", action="store_true", help="also print the largest batch size that fits in --gib")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules to follow, default cuda")
     parser.add_argument(
-        "--measure", action="store_true", help="also run the scripts on the device and measure their peak"
+        "--measure", action="store_true", help="also run the scripts on the device and measure the peak"
     )
     parser.add_argument("--out", type=Path, help="also write the results to this file as JSON")
     args = parser.parse_args()
     ladder = [rung for rung in read_ladder() if rung.part == "rung" or rung.kind in ("memory", "scale")]
-    if unknown := set(args.only) - {rung.number for rung in ladder}:
+    only = args.only or [rung.number for rung in ladder]
+    if unknown := set(only) - {rung.number for rung in ladder}:
         parser.error(f"--only {min(unknown)}: expected one of {', '.join(rung.number for rung in ladder)}")
     if min(*args.batch_size, args.ranks) < 1 or not 1 <= args.seq_len <= 1024:
         parser.error("need at least 1 for --batch-size and --ranks, and 1 to 1024 for --seq-len")
     if args.gib is not None and not args.gib > 0:
         parser.error("--gib must be more than 0")
-    if args.measure and args.device == "cuda" and not torch.cuda.is_available():
+    gpu = args.device == "cuda" and torch.cuda.is_available()
+    if args.measure and args.device == "cuda" and not gpu:
         parser.error("--measure: PyTorch finds no GPU here; --device cpu measures on the CPU")
+    if args.largest and not (args.gib or gpu):
+        parser.error("--largest needs --gib, because PyTorch finds no GPU here")
     if args.out and (args.out.is_dir() or not os.access(args.out.parent, os.W_OK)):
         parser.error(f"--out {args.out}: cannot write a file there")
-    gib, cuda, found = args.gib, args.device == "cuda", []
-    if cuda and torch.cuda.is_available() and not gib:
-        gib = ask("machine.py", "--device", "cuda")["device_memory_gib"] - 0.5  # leave room for the CUDA context
+    gib, found = args.gib, []
+    if gpu and not gib:
+        gib = ask("device", "--device", "cuda")["device_memory_gib"] - 0.5  # leave room for the CUDA context
     for model, batch_size in itertools.product(args.model, args.batch_size):
         rows = []
         for rung, checkpointing in itertools.product(ladder, (False, True)):
-            if args.only and rung.number not in args.only:
+            if rung.number not in only or (checkpointing and not args.checkpointing):
                 continue
-            if checkpointing and (not args.checkpointing or rung.file in (TEN, CHECKPOINTED)):
-                continue  # CHECKPOINTED is TEN with checkpointed blocks
+            if checkpointing and rung.file in (TEN, CHECKPOINTED):  # CHECKPOINTED is TEN with checkpointed blocks
+                continue
             name = title(rung.file) + (" + checkpointing" if checkpointing else "")
             if sys.stderr.isatty():
                 print(f"{model}, B {batch_size}: {name}", file=sys.stderr)
-            how = {"ranks": args.ranks if rung.kind == "scale" else 1, "checkpointing": checkpointing}
-            at = functools.partial(predict, rung, **how, cuda=cuda)
-            sizes = [options(rung, model, size, args.seq_len, how["ranks"]) for size in (batch_size, 1)]
-            row = {"model": model, "batch_size": batch_size, "seq_len": args.seq_len, "script": rung.file, "name": name}
-            row |= how | {"parts": at(sizes[0]), "measured": None, "advice": None}
+            how = {"model": model, "seq_len": args.seq_len, "checkpointing": checkpointing}
+            how["ranks"] = args.ranks if rung.kind == "scale" else 1
+            at = functools.cache(functools.partial(predict, rung, **how, cuda=args.device == "cuda"))
+            row = {"batch_size": batch_size, "script": rung.file, "name": name} | how
+            row |= {"parts": at(batch_size), "measured": None, "largest": None, "advice": None}
             if gib:
-                row["advice"] = advice(row, gib, functools.partial(at, sizes[1]))
+                row["advice"] = advice(row, gib, at)
+            if args.largest:
+                row["largest"] = largest(at, gib)
             try:
-                row["measured"] = measure(rung, sizes[0], args.device, **how) if args.measure else None
+                row["measured"] = measure(rung, batch_size, device=args.device, **how) if args.measure else None
             except RuntimeError as error:
                 sys.exit(f"memory.py: error: {error}")
             rows.append(row)
         said = f"{model}, B {batch_size}, T {args.seq_len}: GiB at the peak of a step, torch {torch.__version__}"
         said += f", {args.ranks} ranks" if args.ranks > 1 else ""
         said += f", to fit in {gib:g} GiB" if gib else ""
-        print(plain([said], table(rows)), flush=True)
+        print(f"{said}\n\n{text(table(rows))}\n", flush=True)
         found += rows
     if args.out:
-        command = shlex.join(["python", "measure/memory.py", *sys.argv[1:]])
+        command = shlex.join(["python", "-m", "measure.memory", *sys.argv[1:]])
         about = {"command": command, "torch": torch.__version__, "date": now()[:10], "device": args.device}
-        about["machine"] = ask("machine.py", "--device", args.device)["name"] if args.measure else None
+        about["machine"] = ask("device", "--device", args.device)["name"] if args.measure else None
         save(args.out, about | {"rows": found})
 
 
 if __name__ == "__main__":
     try:
-        main()
+        print_peak(*sys.argv[2:]) if sys.argv[1:2] == ["peak"] else main()
     except KeyboardInterrupt:
         sys.exit(130)

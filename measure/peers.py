@@ -1,10 +1,9 @@
-"""Train the GPT-2 of the transformers library with one of three training loops that a user might write.
+"""Train the GPT-2 of the transformers library with one of two training loops that a user might write.
 
-    python measure/peers.py plain      a minimal loop in float32
-    python measure/peers.py compiled   the same loop with bf16 and torch.compile
-    python measure/peers.py trainer    transformers.Trainer with bf16, torch.compile and fused AdamW
+    python -m measure.peers compiled   a minimal loop with bf16 and torch.compile
+    python -m measure.peers trainer    transformers.Trainer with bf16, torch.compile and fused AdamW
 
-All three loops use the batches, optimizer, clipping and schedule of speedup_10_fused_adamw.py, without dropout. They
+Both loops use the batches, optimizer, clipping and schedule of speedup_10_fused_adamw.py, without dropout. They
 start from that rung's initial weights, without the rows that pad its vocabulary, because transformers does not pad the
 vocabulary. Their loss curves therefore match the rung's curve. Each loop prints lines in the same format as the rung.
 On a machine with several GPUs, Trainer uses all GPUs that CUDA_VISIBLE_DEVICES lists.
@@ -17,13 +16,12 @@ import tempfile
 import time
 
 import torch
-from device import add_device, out_of_memory, precisions
-from record import ROOT
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-sys.path.append(str(ROOT))
-import speedup_10_fused_adamw as rung  # noqa: E402
+import speedup_10_fused_adamw as rung
+from dev.ladder import ROOT
+from measure.device import add_device, out_of_memory, precisions
 
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
 import transformers  # noqa: E402
@@ -43,9 +41,10 @@ def build(name):
     return model.train()
 
 
-def plain(model, loader, steps, device, report, use_bf16):
+def compiled(model, loader, steps, device, report, use_bf16):
     """Train with a minimal loop."""
     model.to(device)
+    model.compile()
     optimizer = rung.GPT.configure_optimizers(model, lr=0.0)
     for step in range(steps):
         start = report.clock()
@@ -132,7 +131,7 @@ class Report(transformers.TrainerCallback):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("peer", choices=["plain", "compiled", "trainer"])
+    parser.add_argument("peer", choices=["compiled", "trainer"])
     parser.add_argument("--model", choices=rung.MODELS, default="gpt2", help="default gpt2")
     parser.add_argument("--batch-size", type=int, default=4, help="batch size B, default 4")
     parser.add_argument("--seq-len", type=int, default=1024, help="sequence length T, default 1024")
@@ -152,17 +151,13 @@ def main():
     size = sum(p.numel() for p in model.parameters())
     print(f"device {device} | torch {torch.__version__} | {args.model} {size:,} parameters", end=" ")
     print(f"| B {loader.B} T {loader.T}")
-    use_bf16 = args.peer != "plain" and "bf16" in precisions(device)
-    if args.peer != "plain":
-        torch.set_float32_matmul_precision("high")
-        for name, precision in ("TF32", "tf32"), ("bf16", "bf16"):
-            if precision not in precisions(device):
-                print(f"no {name} here")  # record.py searches for these words, which also begin rung 10's message
-    if args.peer == "compiled":
-        model.compile()
-    report, train = Report(device, tokens), trainer if args.peer == "trainer" else plain
+    torch.set_float32_matmul_precision("high")
+    for name, precision in ("TF32", "tf32"), ("bf16", "bf16"):
+        if precision not in precisions(device):
+            print(f"no {name} here")  # records.py searches for these words, which also begin rung 10's message
+    report, train = Report(device, tokens), {"compiled": compiled, "trainer": trainer}[args.peer]
     try:
-        train(model, loader, args.steps, device, report, use_bf16)
+        train(model, loader, args.steps, device, report, "bf16" in precisions(device))
     except RuntimeError as error:  # report these errors in one line, as the rungs do
         if out_of_memory(error):
             sys.exit(f"{parser.prog}: error: out of memory with B {loader.B} and T {loader.T}")

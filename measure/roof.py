@@ -1,4 +1,4 @@
-"""Measure the peak speed of this device:  python measure/roof.py --model gpt2 --batch-size 4
+"""Measure the peak speed of this device:  python -m measure.roof --model gpt2 --batch-size 4
 
 This program prints JSON with the TFLOP/s of matmuls and the GB/s of a copy. The matmuls use each precision that the
 device supports, the shapes of GPT-2's linear layers, and one large square shape. The GB/s figure of the copy includes
@@ -11,30 +11,13 @@ first runs matmuls for 10 seconds, because a cold GPU runs at a higher clock tha
 
 import argparse
 import json
-import sys
 import time
 
 import torch
 import torch.nn.functional as F
-from device import add_device, precisions, seconds
-from gauge import find_gpu, gpu_id, reading
-from record import ROOT
 
-sys.path.append(str(ROOT))
 from baseline import MODELS
-
-
-def flops_per_token(config, seq_len):
-    """Return the FLOPs per token of one training step of a GPT-2 model.
-
-    Each parameter in a matmul needs 6 FLOPs: 2 in the forward pass and 4 in the backward pass (Kaplan et al. 2020).
-    With hidden size C and vocabulary size V, each layer has 12 C^2 such parameters, and the head has V * C. With L
-    layers and sequence length T, attention's two matmuls with T x T scores add 12 * L * C * T FLOPs, including the
-    masked half. Embedding lookups are not counted. The sum also excludes work that only some implementations do, namely
-    the rows that pad the vocabulary and the scores that flash attention recomputes.
-    """
-    L, C = config.n_layer, config.n_embd
-    return 6 * (12 * L * C * C + config.vocab_size * C) + 12 * L * C * seq_len
+from measure.device import add_device, find_gpu, precisions, reading, seconds
 
 
 def products(config, tokens, square):
@@ -56,8 +39,8 @@ def check_tf32(device):
 
 
 def warm_up(device, seconds=10):
-    """Run matmuls to bring a GPU to the clock and temperature of training. Return gauge.reading() under load."""
-    gpu = find_gpu(gpu_id(torch.cuda.get_device_properties(device)))
+    """Run matmuls to bring a GPU to the clock and temperature of training. Return device.reading() under load."""
+    gpu = find_gpu(torch.cuda.get_device_properties(device).uuid)
     x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16 if "bf16" in precisions(device) else torch.float16)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -88,7 +71,7 @@ def multiply(precision, shape, device):
 
 
 def measure(config, tokens, device):
-    """Return the peaks and a row per matmul as a dict. If a matmul is unsupported, its row contains the reason."""
+    """Return the bandwidth and a row per matmul as a dict. If a matmul is unsupported, its row contains the reason."""
     shapes = products(config, tokens, square=2048 if device.type == "cpu" else 8192)
     matmul = [
         {"precision": precision, "name": name, "shape": shape, "tflops": None, "error": None}
@@ -106,12 +89,8 @@ def measure(config, tokens, device):
             except (RuntimeError, AttributeError, ValueError) as error:
                 row["error"] = None if row["tflops"] else str(error).splitlines()[0]
         copied.append(seconds("target.copy_(source)", device, source=source, target=target))
-    ceilings = {}
-    for row in matmul:
-        if row["tflops"]:
-            ceilings[row["precision"]] = max(row["tflops"], ceilings.get(row["precision"], 0))
     copy = float(f"{2 * source.nbytes / min(copied) / 1e9:.4g}")
-    return {"ceilings_tflops": ceilings, "copy_gb_per_s": copy, "gpu": under_load, "matmul": matmul}
+    return {"copy_gb_per_s": copy, "gpu": under_load, "matmul": matmul}
 
 
 if __name__ == "__main__":
@@ -123,6 +102,4 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if args.batch_size < 1 or args.seq_len < 1:
         parser.error("--batch-size and --seq-len must be at least 1")
-    config = MODELS[args.model]
-    roof = {"flops_per_token": flops_per_token(config, args.seq_len)}
-    print(json.dumps(roof | measure(config, args.batch_size * args.seq_len, args.device), indent=1))
+    print(json.dumps(measure(MODELS[args.model], args.batch_size * args.seq_len, args.device), indent=1))

@@ -1,22 +1,19 @@
-"""Write the notebooks from their templates, ladder.toml and the pages:  python notebooks/build_notebooks.py
+"""Write the notebooks from their templates, ladder.toml and the pages:  python -m notebooks.build_notebooks
 
 A template is Markdown with Jinja calls. Jupytext turns each `python` block into a code cell, and the text between the
 blocks into Markdown cells. Do not edit the notebooks: edit their templates or the pages, then run `make notebook`.
 """
 
 import re
-import sys
 from pathlib import Path
 
 import jinja2
 import jupytext
 import nbformat
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-sys.path.append(str(ROOT / "dev"))
-from ladder import read_ladder, read_toml, title  # noqa: E402
+from dev.ladder import ROOT, read_ladder, read_toml, title
 
+HERE = Path(__file__).resolve().parent
 NOTEBOOKS = "ladder", "lesson"
 METADATA = {
     "accelerator": "GPU",  # this key and the next select a T4 in Colab

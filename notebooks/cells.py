@@ -3,16 +3,13 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jinja2
 import torch
 from IPython.display import HTML, display
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "dev"), str(ROOT / "docs")]
-from diffs import paint, read_diff  # noqa: E402
-from ladder import changed_lines, read_ladder, read_toml, title  # noqa: E402
+from dev.ladder import ROOT, changed_lines, read_ladder, read_toml, title
+from docs.diffs import paint, read_diff
 
 RUNGS = {rung.file: rung for rung in read_ladder()}
 SUMMARY = re.compile(r"^median of steps .*: (\d+\.\d+) ms, ([\d,]+) tok/s.*$", re.MULTILINE)

@@ -27,10 +27,11 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from ladder import PLAIN_GIT, ROOT, read_ladder
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
+
+from dev.ladder import PLAIN_GIT, ROOT, read_ladder
 
 RUNGS = {rung.file: rung for rung in read_ladder()}
 LONG, TRAIN = "pretrain/long_run.py", "pretrain/train.py"
@@ -60,7 +61,7 @@ SUMMARY = re.compile(
 # The slowest test files. Starting them first lets all workers finish at about the same time.
 LONGEST = [
     f"test_{name}.py"
-    for name in "commands mistakes scripts memory measure docs notebooks ranks pretrain numerics model".split()
+    for name in "commands mistakes scripts memory measure docs notebooks peers ranks pretrain numerics model".split()
 ]
 
 
@@ -115,7 +116,8 @@ def load(script):
 
     A module that ran `from <script> import MODELS` before this call still has the full-size nano.
     """
-    module = importlib.import_module(Path(script).stem)
+    package = Path(script).parent.name in ("dev", "docs", "measure", "notebooks")
+    module = importlib.import_module(script.removesuffix(".py").replace("/", ".") if package else Path(script).stem)
     if hasattr(module, "GPTConfig"):
         small = module.GPTConfig(n_layer=2, n_head=2, n_embd=32)
         if module.MODELS["nano"] != small:
@@ -467,7 +469,8 @@ def run(tmp_path_factory, inductor_cache):
 
     def run(script, *args, torchrun=None, restarts=0, folder=ROOT, **environment):
         home = tmp_path_factory.mktemp("home")
-        command = [sys.executable, str(folder / script), *map(str, args)]
+        command = [sys.executable, *([str(folder / script)] if script.endswith(".py") else script.split())]
+        command += map(str, args)
         if torchrun:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
             command[1:1] = [*launcher, f"--nproc_per_node={torchrun}", f"--max-restarts={restarts}"]
@@ -475,7 +478,7 @@ def run(tmp_path_factory, inductor_cache):
         kept = r"PATH|OMP_NUM_THREADS|MALLOC_.*|LD_LIBRARY_PATH|(CUDA|NCCL|TRITON)_.*"
         env = {name: value for name, value in os.environ.items() if re.fullmatch(kept, name)}
         packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # keep the user's entries
-        env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "offline"), *packages]))}
+        env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "offline"), str(ROOT), *packages]))}
         env |= {"HOME": str(home), "TORCHINDUCTOR_CACHE_DIR": inductor_cache} | environment
         done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True)
         done.left_behind = sorted(path.name for path in home.iterdir())

@@ -32,7 +32,7 @@ RUN = {  # command -> the bash line that creates the files it needs; $TRAINED is
     "python pretrain/fineweb.py --out shards/books books/*.txt": BOOKS,
     "python pretrain/export_hf.py runs/gpt2 my-gpt2": "mkdir runs; cp -r $TRAINED runs/gpt2",
     "make plot ARGS=log.jsonl": """echo '{"step": 0, "loss": 9.0}' > log.jsonl""",
-    "python measure/compare.py results/cpu-amd-epyc-2026-11-22 results/cpu-amd-epyc-2026-11-23": "",
+    'make compare ARGS="results/cpu-amd-epyc-2026-11-22 results/cpu-amd-epyc-2026-11-23"': "",
 }
 LONG = {  # Ctrl-C stops a long command at the first line that matches a key; the output must then match the value
     r"^step +1 \| loss": r"median of steps ",  # the terminal prints ^C before it
@@ -51,7 +51,7 @@ def found():
 
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-        text = re.sub(r"<!-- (results|losses|quality[a-z-]*|muon|startup), .*?<!-- end of", "", text, flags=re.DOTALL)
+        text = re.sub(r"<!-- (results|quality[a-z-]*|muon), .*?<!-- end of", "", text, flags=re.DOTALL)
         blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
         for language, block in blocks.findall(text):
             for line in block.replace("\\\n", "").splitlines() if language in ("", "bash") else ():
@@ -81,8 +81,10 @@ def program_of(command):
             return "dev/diff.py", [words[1].removeprefix("diff-")]
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
         (recipe,) = re.findall(rf"^{words[1]}:.*((?:\n\t.*)*)", makefile, re.MULTILINE)
-        program = re.search(r"\.venv/bin/python (\S+\.py)", recipe)
-        return (program[1], args) if program else None
+        program = re.search(r"\.venv/bin/python (?:(\S+\.py)|-m (\S+))", recipe)
+        return (program[1] or f"{program[2].replace('.', '/')}.py", args) if program else None
+    if words[1:2] == ["-m"] and words[2].startswith(("dev.", "measure.")):
+        return f"{words[2].replace('.', '/')}.py", words[3:]
     # If there are several, the first is a program such as kernels.py, which runs the next one with the options.
     place = max((place for place, word in enumerate(words) if word.endswith(".py")), default=None)
     if place and "-m" not in words and Path(words[0]).name in PROGRAMS:

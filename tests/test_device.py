@@ -9,21 +9,14 @@ import io
 import json
 from types import SimpleNamespace
 
-import attention as bench
-import device
-import gauge
-import kernels
-import machine
 import psutil
 import pynvml
 import pytest
-import render
-import roof
 import torch
-from conftest import ROOT, load, made_up_gpu
+from conftest import load, made_up_gpu
 from torch.utils.flop_counter import FlopCounterMode
 
-import measure
+from measure import attention, device, kernels, plots, records, roof, run
 
 # ---- the measured peak
 
@@ -35,7 +28,7 @@ def test_the_flops_of_a_token_are_those_that_pytorch_counts(script):
     x = torch.randint(517, (2, 64))
     with FlopCounterMode(display=False) as counter:
         module.GPT(config)(x, x).backward()
-    assert counter.get_total_flops() == roof.flops_per_token(config, 64) * x.numel()
+    assert counter.get_total_flops() == records.flops_per_token(config, 64) * x.numel()
 
 
 def test_a_ceiling_is_operations_over_seconds(monkeypatch):
@@ -44,7 +37,7 @@ def test_a_ceiling_is_operations_over_seconds(monkeypatch):
     found = roof.measure(config, tokens=64, device=torch.device("cpu"))
     row = next(row for row in found["matmul"] if (row["precision"], row["name"]) == ("float32", "lm_head"))
     assert row["shape"] == (64, 32, 100) and row["tflops"] == pytest.approx(2 * 64 * 32 * 100 / 0.5 / 1e12, rel=1e-3)
-    assert found["ceilings_tflops"]["float32"] == pytest.approx(2 * 2048**3 / 0.5 / 1e12, rel=1e-3)  # 2048-cubed matmul
+    assert records.peaks(found)["float32"] == pytest.approx(2 * 2048**3 / 0.5 / 1e12, rel=1e-3)  # 2048-cubed matmul
     assert found["copy_gb_per_s"] == pytest.approx(2 * 2**28 / 0.5 / 1e9, rel=1e-3)  # each byte is read and written
 
 
@@ -80,9 +73,9 @@ def test_a_gpu_is_measured_in_the_types_that_it_multiplies_in_and_in_no_emulated
     with made_up_gpu(None, capability), contextlib.redirect_stdout(said):
         assert roof.precisions(cuda) == found
         assert "bf16" not in roof.precisions(torch.device("mps"))  # rung 03 does not use bf16 on MPS
-        monkeypatch.setattr(bench, "ATTENTION", {})
+        monkeypatch.setattr(attention, "ATTENTION", {})
         monkeypatch.setattr("sys.argv", ["attention.py", "--seq-lens", "8"])
-        bench.main()
+        attention.main()
         import checkpoint
         import hellaswag
 
@@ -97,9 +90,9 @@ def test_a_gpu_is_measured_in_the_types_that_it_multiplies_in_and_in_no_emulated
 
 def test_the_machine_is_described_with_all_its_memory():
     with made_up_gpu():
-        found = machine.describe(torch.device("cuda"))
+        found = device.describe(torch.device("cuda"))
     assert (found["name"], found["device_memory_gib"], found["capability"]) == ("Made Up GPU", 80.0, "9.0")
-    assert set(measure.MACHINE) < set(found)
+    assert set(run.SAME_HOST) < set(found)
 
 
 @pytest.fixture
@@ -128,25 +121,25 @@ def nvml(monkeypatch):
 
 def test_clock_and_power_are_read_from_the_measured_gpu(nvml):
     with made_up_gpu():
-        gpu = gauge.find_gpu(machine.describe(torch.device("cuda"))["gpu_id"])
-    assert gpu == "GPU-1234-5678" and gauge.find_gpu(None) is None
+        gpu = device.find_gpu(device.describe(torch.device("cuda"))["uuid"])
+    assert gpu == "GPU-1234-5678" and device.find_gpu(None) is None
     # MIG instances share one GPU's clock, so clock and power are not recorded for a MIG instance.
-    assert gauge.find_gpu(gauge.gpu_id(SimpleNamespace(uuid="of-a-MIG-slice"))) is None
-    assert gauge.reading(gpu) == {"clock_mhz": 1234, "power_w": 457, "power_limit_w": 700, "temperature_c": None}
-    assert gauge.reading(None) is None
+    assert device.find_gpu("of-a-MIG-slice") is None
+    assert device.reading(gpu) == {"clock_mhz": 1234, "power_w": 457, "power_limit_w": 700, "temperature_c": None}
+    assert device.reading(None) == {}
 
 
 def test_other_work_is_noticed_on_the_cpu_and_on_the_gpu(nvml, monkeypatch):
-    load = SimpleNamespace(cpu=3.0)
-    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: load.cpu)
+    work = SimpleNamespace(cpu=3.0)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: work.cpu)
     monkeypatch.setattr(psutil, "cpu_count", lambda: 16)
-    assert gauge.busy("GPU-1234-5678") is None
+    assert device.load("GPU-1234-5678") is None
     nvml.processes.append("another")
-    assert gauge.busy("GPU-1234-5678") == "other processes use the GPU: 1"
-    assert gauge.busy(None) is None
-    load.cpu, nvml.used = 10.0, 5 * 2**30
+    assert device.load("GPU-1234-5678") == "other processes use the GPU: 1"
+    assert device.load(None) is None
+    work.cpu, nvml.used = 10.0, 5 * 2**30
     said = "other programs use 1.6 CPU cores; other processes use the GPU: 1; 5 GiB of GPU memory is in use"
-    assert gauge.busy("GPU-1234-5678") == said
+    assert device.load("GPU-1234-5678") == said
 
 
 def test_the_tf32_peak_is_not_measured_in_float32(monkeypatch):
@@ -332,12 +325,13 @@ def test_kernels_that_overlap_leave_the_gpu_idle_as_long_as_none_runs():
 
 
 @pytest.mark.slow
-def test_the_time_of_a_real_step_is_all_there(run):
-    done = run("measure/kernels.py", ROOT / "baseline.py", "--steps", measure.PROFILED_STEPS)
-    assert done.returncode == 0, done.stderr
-    groups = json.loads(done.stdout.splitlines()[-1])["groups_ms"]
-    printed = [float(step["ms"]) for step in done.steps[5:8]]
+def test_the_time_of_a_real_step_is_all_there(tmp_path):
+    words = "-m measure.kernels baseline.py --device cpu --steps", run.PROFILED_STEPS
+    printed, errors, status = run.execute(" ".join(map(str, words)).split(), tmp_path)
+    assert status == 0, errors
+    groups = json.loads(printed.splitlines()[-1])["groups_ms"]
+    printed = records.parse(printed)["step_ms"][5:8]
     assert min(printed) / 1.25 < sum(groups.values()) < 1.25 * max(printed)
     assert groups["idle"] < sum(groups.values()) / 5
     assert min(groups[kind] for kind in ("matmul", "softmax and loss", "optimizer", "attention")) > 0
-    assert list(groups) == list(render.GROUPS)
+    assert list(groups) == list(plots.GROUPS)

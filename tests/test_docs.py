@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 from conftest import ROOT, RUNGS
-from ladder import PLAIN_GIT
+
+from dev.ladder import PLAIN_GIT
 
 SCRIPTS = list(RUNGS)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

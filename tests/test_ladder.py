@@ -18,7 +18,8 @@ import diff
 import pytest
 import unidiff
 from conftest import FP16_10, LONG, ROOT, RUNGS, SCRIPTS, TRAIN
-from ladder import changed_lines, parts, split
+
+from dev.ladder import changed_lines, parts, split
 
 TRAILING = r", (?=[)\]}])"  # the trailing comma that is added when a line is split
 DIFFS = [script for script, rung in RUNGS.items() if rung.before]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from ladder import PLAIN_GIT, read_toml
 from packaging.requirements import Requirement
+
+from dev.ladder import PLAIN_GIT, read_toml
 
 LADDER = "the ladder"  # the scripts in the root folder
 MAY_READ = {
@@ -40,6 +41,7 @@ def part(file):
 def reads(source, files):
     """Return the top-level folders from which a program imports, with LADDER for the root folder."""
     homes = {Path(file).stem: part(file) for file in files if file.endswith(".py") and file.count("/") <= 1}
+    homes |= {folder: folder for folder in ("dev", "docs", "measure", "notebooks")}
     found = set()
     for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -58,7 +60,14 @@ def test_a_folder_imports_only_from_those_that_it_may_read(tracked):
 
 def test_an_import_that_points_the_wrong_way_is_seen(tracked):
     assert reads("from conftest import ROOT", tracked) == {"tests"}
+    assert reads("from measure.run import execute", tracked) == {"measure"}
     assert reads("def later():\n    import speedup_02_tf32, torch", tracked) == {LADDER}
+
+
+def test_no_program_changes_where_python_looks_for_modules(tracked):
+    # The notebooks' first cell does, because Jupyter starts in another folder; one test runs scripts in a process.
+    found = [file for file in tracked if file.endswith(".py") and "sys.path" in (ROOT / file).read_text("utf-8")]
+    assert not [file for file in found if not file.startswith("tests/")]
 
 
 def test_uv_and_pip_take_the_versions_that_the_tests_run_with():

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 from conftest import ROOT, copy_project
-from ladder import read_toml
+
+from dev.ladder import read_toml
 
 MISTAKES = [mistake for mistakes in read_toml("dev/mistakes.toml").values() for mistake in mistakes]
 PLANTINGS = [(mistake, file) for mistake in MISTAKES for file in [mistake["file"], *mistake.get("also", [])]]

@@ -28,7 +28,7 @@ class Clone:
         self.root = root
 
     def propagate(self, *args):
-        command = [sys.executable, "dev/propagate.py", *args]
+        command = [sys.executable, "-m", "dev.propagate", *args]
         return subprocess.run(command, cwd=self.root, capture_output=True, text=True)
 
     def texts(self):
@@ -76,7 +76,7 @@ def test_files_above_a_conflict_wait_and_continue_after_it(clone):
         *says(waiting, "blocked by a conflict"),
         f"{fp16}: carried",
     ]
-    assert done.stdout.splitlines()[-1].split() == ["python", "dev/propagate.py", SCRIPTS[6]]
+    assert done.stdout.splitlines()[-1].split() == ["python", "-m", "dev.propagate", SCRIPTS[6]]
     texts = clone.texts()
     assert all(texts[script] == before[script] for script in waiting)
     assert SHARED[1] in texts[fp16]

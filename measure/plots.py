@@ -1,0 +1,255 @@
+"""Draw measurements, counts and losses. As a program, plot the losses of runs from their logs:
+
+    python -m measure.plots runs/a.jsonl runs/b.jsonl   (make plot)
+
+A log is a file that a script wrote with --log-file. It contains one JSON object per line: "step" and "loss" for a
+training step, or "step" and "val_loss" for an evaluation. JSON lines without "step" are skipped. You can plot a log
+while the run is still writing it. The example above writes runs/a.svg. To choose a different file (.svg, .png, .pdf),
+use --out.
+"""
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from dev.ladder import title
+from measure.counts import totals
+from measure.records import times
+
+INK, RUNG, PEER = "#1f2328", "#3b78c4", "#c8702a"
+ALT = {
+    "tokens": "Training speed",
+    "kernels": "Where the step time goes",
+    "memory": "Peak memory",
+    "loss-steps": "Loss over steps",
+}
+GROUPS = {  # the groups of measure/kernels.py, with their colours
+    "matmul": "#3b78c4",
+    "attention": "#2a9d8f",
+    "softmax and loss": "#c8702a",
+    "normalisation and element-wise": "#b8a038",
+    "optimizer": "#9b5fc0",
+    "copies": "#c2527a",
+    "idle": "#8b949e",
+}
+POINTS = 200  # maximum number of points per training curve; in longer runs, each point is a mean of several steps
+matplotlib.rcParams.update(
+    {key: INK for key in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
+    | {"font.family": "sans-serif", "font.size": 10, "legend.frameon": False, "figure.constrained_layout.use": True}
+    | {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
+    # Keep text as SVG text, and write identical files for identical plots.
+    | {"svg.fonttype": "none", "svg.hashsalt": "ladder"}
+)
+
+# ---- a measurement
+
+
+def bars(axes, rows, key, labels):
+    colours = [PEER if row["kind"] == "peer" else RUNG for row in rows]
+    shown = axes.barh([row["script"] for row in rows], [row[key] for row in rows], color=colours, height=0.7)
+    axes.bar_label(shown, labels, padding=4)
+    axes.set_xlim(0, 1.4 * max(row[key] for row in rows))
+    axes.invert_yaxis()
+
+
+def stacks(axes, names, rows, height):
+    """Draw a stacked bar for each row: its step time by group of kernels."""
+    left = np.zeros(len(rows))
+    for kind, colour in GROUPS.items():
+        widths = [row["profile"]["groups_ms"][kind] for row in rows]
+        axes.barh(names, widths, left=left, color=colour, label=kind, height=height)
+        left += widths
+    axes.set_xlabel("milliseconds per step, under the profiler")
+    axes.invert_yaxis()
+
+
+def figures(data):
+    """Return {name: figure} for the figures that a records.Measurement has data for."""
+    rows, made = [row for row in data.rows.values() if row["median_ms"]], {}
+    s = data.settings
+    heading = f"{s['model']}, B {s['batch_size']}, T {s['seq_len']}, on {'a CPU, ' * data.cpu}{data.host['name']}"
+    if not rows:
+        return made
+
+    def axes(name, rows, unit, more=""):
+        made[name] = Figure(figsize=(10.0, 1.4 + 0.32 * max(8, len(rows))))
+        return made[name].add_subplot(title=f"{ALT[name]}{more}\n{heading}", xlabel=unit)
+
+    labels = [f"{row['tokens_per_s']:,.0f} · {times(row['over_baseline'])}" for row in rows]
+    bars(axes("tokens", rows, "tokens per second", " and speed-up over baseline"), rows, "tokens_per_s", labels)
+    if remembered := [row for row in rows if row["peak_gib"]]:
+        whose = " of the process" if data.cpu else " of the GPU's allocator"
+        labels = [f"{row['peak_gib']:.2f}" for row in remembered]
+        bars(axes("memory", remembered, "GiB", whose), remembered, "peak_gib", labels)
+    losses = axes("loss-steps", rows, "step")
+    losses.set_ylabel("loss, nats per token")
+    for place, row in enumerate(rows):
+        style = "-" if row["kind"] == "rung" and place < 10 else "--"
+        losses.plot(row["runs"][0]["losses"], style, color=f"C{place % 10}", label=row["script"], linewidth=1.3)
+    if profiled := [row for row in data.rows.values() if row["profile"]]:
+        stacks(axes("kernels", profiled, ""), [row["script"] for row in profiled], profiled, height=0.7)
+    for name in made.keys() & {"loss-steps", "kernels"}:
+        made[name].axes[0].legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return made
+
+
+def draw(data, folder):
+    """Write the figures of a records.Measurement into a folder."""
+    for name, figure in figures(data).items():
+        write_svg(figure, Path(folder) / f"{name}.svg")
+
+
+# ---- counts
+
+
+def three_counts(steps, log, wide=True):
+    """Draw four bar plots of the scripts in `steps`: the step time in a public log, and three counts by kernel group.
+
+    The counts are FLOPs, bytes moved and kernels, at the batch size of the log. The plots are in one row, or in one
+    column for a narrow screen.
+    """
+    rows, columns = (1, 4) if wide else (4, 1)
+    figure, kinds = Figure(figsize=(10.0, 3.5) if wide else (3.8, 10.4)), [kind for kind in GROUPS if kind != "idle"]
+    names, B = [title(script) for script in steps], log["batch_size"]
+    plots = ("ms", 1, ",.0f"), ("TFLOP", 1e12, ".2f"), ("GB moved", 1e9, ".0f"), ("kernels", 1, ",.0f")
+    for place, (what, unit, form) in enumerate(plots):
+        axes, left = figure.add_subplot(rows, columns, place + 1), np.zeros(len(names))
+        whose = f"our counts, batch {B}" if place else f"{log['card']}, batch {B}, public log"
+        axes.set_title(f"{what} per step\n{whose}", fontsize=10)
+        if place:
+            for kind in kinds:
+                widths = np.array([totals(step, kind)[place - 1] / unit for step in steps.values()])
+                shown = axes.barh(names, widths, left=left, color=GROUPS[kind], label=kind, height=0.7)
+                left += widths
+        else:
+            left = np.array([log["ms"].get(script, 0) for script in steps])
+            shown = axes.barh(names, left, color=GROUPS["idle"], height=0.7)
+        axes.bar_label(shown, [format(count, form) if count else "not in the log" for count in left], padding=4)
+        axes.set(xlim=(0, 1.45 * left.max()), xticks=[])
+        axes.tick_params(labelleft=place % columns == 0)
+        axes.invert_yaxis()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6 if wide else 2, fontsize=8)
+    return figure
+
+
+# ---- losses
+
+
+def held_out(rows):
+    """Draw the mean held-out loss of each row over the steps and over the seconds, with the range of the seeds.
+
+    `rows` come from quality.compare(). If they have learning rates, the figure shows each script at its best rate. It
+    omits rows that diverged.
+    """
+    figure = Figure(figsize=(10.0, 4.6))
+    left, right = figure.subplots(1, 2, sharey=True)
+    done = [row for row in rows if np.inf not in row["losses"]]
+    best = {}
+    for row in done:
+        kept = best.setdefault(row["script"], row)
+        best[row["script"]] = min(kept, row, key=lambda one: np.mean(one["losses"]))
+    for place, (script, row) in enumerate(best.items()):
+        steps = np.array(row["runs"][0]["steps"])
+        losses = np.array([run["losses"] for run in row["runs"]])
+        rate = f", rate {row['max_lr']:g}" if row["max_lr"] else ""
+        # The work is the same at every rate.
+        ms = np.median([run["ms"] for one in rows if one["script"] == script for run in one["runs"] if run["ms"]])
+        style = {"color": f"C{place % 10}", "linestyle": "-" if place < 10 else "--"}
+        for axes, x in ((left, steps), (right, steps * ms / 1000)):
+            axes.plot(x, losses.mean(0), label=title(script) + rate, linewidth=1.3, **style)
+            axes.fill_between(x, losses.min(0), losses.max(0), alpha=0.15, color=style["color"], linewidth=0)
+    early = [np.mean([run["losses"][len(run["losses"]) // 4] for run in row["runs"]]) for row in best.values()]
+    left.set_ylim(top=max(early, default=None))  # hides the first drop
+    left.set(xlabel="step", ylabel="held-out loss, nats per token", title="Held-out loss over steps")
+    right.set(xlabel="seconds of training, without compilation", title="Held-out loss over time")
+    right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure
+
+
+def read(path):
+    """Return the rows of a log as dicts. Raises OSError, or ValueError if the file is not a log with losses."""
+    lines, rows = Path(path).read_bytes().split(b"\n"), []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError:
+            if number < len(lines):  # the last line may be incomplete because the run is still writing it
+                raise ValueError(f"{path}: line {number} is not JSON") from None
+    rows = [row for row in rows if isinstance(row, dict) and "step" in row]
+    if not any("loss" in row for row in rows):
+        raise ValueError(f'{path}: no line has "step" and "loss"')
+    return rows
+
+
+def curve(rows, key):
+    """Return two arrays, the steps and the losses, from the rows that have a loss under this key."""
+    found = [(row["step"], row[key]) for row in rows if key in row]
+    return np.array(found, dtype=float).reshape(-1, 2).T
+
+
+def losses(runs):
+    """Return a figure of the losses over the steps, given {name: rows}.
+
+    The training loss is a solid line. The validation loss is a dashed line, and the legend shows its lowest value. The
+    y-axis ends just above the largest loss after the first 5 % of each run. If the axis included the initial drop, the
+    rest of the curves would look flat.
+    """
+    figure, top = Figure(figsize=(8, 4.5)), 0.0
+    axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy, nats per token")
+    for number, (name, rows) in enumerate(runs.items()):
+        steps, values = curve(rows, "loss")
+        size = -(-len(values) // POINTS)
+        middles, means = ([part.mean() for part in np.split(of, range(size, len(of), size))] for of in (steps, values))
+        label = f"{name}, training" + f", mean of {size} steps" * (size > 1)
+        axes.plot(middles, means, color=f"C{number}", label=label)
+        late = [mean for step, mean in zip(middles, means, strict=True) if step >= steps[-1] / 20]
+        evaluated, scores = curve(rows, "val_loss")
+        if len(scores):
+            best = scores.argmin()
+            label = f"{name}, validation, lowest {scores[best]:.3f} at step {evaluated[best]:.0f}"
+            axes.plot(evaluated, scores, "--", color=f"C{number}", marker=".", label=label)
+            late += list(scores[evaluated >= steps[-1] / 20])
+        top = np.nanmax([top, *late])
+    axes.set_ylim(top=1.02 * top)
+    axes.legend()
+    return figure
+
+
+# ---- files
+
+
+def svg(figure):
+    """Return a figure as SVG text. Equal figures produce equal text."""
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
+
+
+def write_svg(figure, path):
+    path.write_text(svg(figure), encoding="utf-8", newline="\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="a log with one JSON object per line")
+    parser.add_argument("--out", type=Path, help="default: the first log's name with the suffix .svg")
+    args = parser.parse_args()
+    out = args.out or args.logs[0].with_suffix(".svg")
+    try:
+        figure = losses({str(path): read(path) for path in args.logs})
+        if out.suffix == ".svg":
+            write_svg(figure, out)
+        else:
+            figure.savefig(out)
+    except (OSError, TypeError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
+    print(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""Measure the whole ladder on this machine:  python -m measure.run   (make ladder)
+
+This program runs each script in its own process, as a user would, and parses the lines that the script prints. A
+pass runs each script once, with the same model, batch size B and sequence length T. The training loops around
+`transformers` (--peers) run right after rung 10. Each finished run becomes a line of runs.jsonl in
+results/<device>-<date>/. At the end, the program prints the tables and draws the plots.
+
+--repeat R makes R passes over the ladder. Every second pass runs in reverse order (A B C, C B A, A B C ...), to reduce
+the effect of drift in the machine's speed. A speed-up is the ratio of two step times in the same pass. For each script,
+the table shows the median of these speed-ups. The most important results are measured first: the device's peak, one
+pass over the ladder, the profile, the batch sizes, and further passes.
+
+If Ctrl-C, a crash or --budget ends a measurement early, all completed runs are kept. To continue, run the command
+again: it skips the runs that are in the log and retries those that failed. You can also add options, for example
+--peers or more passes.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dev.ladder import ROOT, read_ladder
+from measure import device, plots, records
+from measure.records import OVERRIDES, PEERS, TEN
+
+# kernels.py counts optimizer updates: 4 before the profiler starts, 1 for its warm-up, and 3 profiled. The 4 spare
+# steps make up for the updates that fp16 skips.
+PROFILED_STEPS = 12
+BATCHES = list(itertools.product((1, 4, 16, 64), ("default", "reduce-overhead")))
+SAME_HOST = ("device", "name", "capability", "torch", "cuda")  # must not change during a measurement
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # Ctrl-C, shutdown, end of the budget
+
+
+def execute(words, cache, on_step=lambda: None):
+    """Run Python with these arguments, call on_step() after each step, and return (stdout, stderr, exit status).
+
+    `cache` is the folder in which torch.compile caches its kernels.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in OVERRIDES}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    command, out = [sys.executable, *map(str, words)], []
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            for line in child.stdout:
+                out.append(line)
+                if line.startswith("step "):
+                    on_step()
+            status = child.wait()
+        finally:  # after Ctrl-C, the end of the budget or an error, the child must not keep training in the background
+            if child.poll() is None:
+                child.terminate()
+                child.wait()
+        errors.seek(0)
+        return "".join(out), errors.read(), status
+
+
+def ask(module, *words):
+    """Run a module of measure/ in a process of its own and return the JSON that it prints.
+
+    Raises ValueError if the module rejects its options, and RuntimeError if it fails for another reason.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        text, errors, status = execute(["-m", f"measure.{module}", *words], cache)
+    if status:
+        why = records.parse(text, errors, status)["error"].rpartition(": error: ")[2]
+        raise ValueError(why) if status == 2 else RuntimeError(why)
+    return json.loads(text)
+
+
+def scripts(peers=False, branches=False, only=()):
+    """Return the scripts to measure as a list of (name, kind, precision), with the peers right after rung 10.
+
+    `only` contains short names (01 ... 10, ddp, fsdp, fp16). If it is not empty, these scripts and the scripts that
+    they are compared with replace the full list of rungs. Raises ValueError for an unknown name.
+    """
+    ladder = {rung.number: rung for rung in read_ladder() if rung.part in ("rung", "branch")}
+    if unknown := set(only) - ladder.keys():
+        raise ValueError(f"--only {min(unknown)}: expected one of {', '.join(ladder)}")
+    all_of = {"rung": not only, "branch": branches}
+    wanted = {rung.file for rung in ladder.values() if all_of[rung.part] or rung.number in only}
+    wanted |= {rung.before for rung in ladder.values() if rung.file in wanted} | ({TEN} if peers else set())
+    found = []
+    for rung in ladder.values():
+        found += [(rung.file, rung.part, rung.precision)] if rung.file in wanted else []
+        if rung.file == TEN and peers:
+            found += [(name, "peer", precision) for name, (_, precision) in PEERS.items()]
+    return found
+
+
+def command(script, flags):
+    """Return the arguments for Python that run a script or a peer with these options."""
+    words = ["-m", "measure.peers", PEERS[script][0]] if script in PEERS else [script]
+    if script in {rung.file for rung in read_ladder() if rung.kind == "scale"}:
+        # One micro-batch per optimizer step, as in the other scripts.
+        flags = flags | {"total_batch_size": flags["batch_size"] * flags["seq_len"]}
+    return [*words, *(str(word) for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value))]
+
+
+def plan(args):
+    """Return the runs of a measurement in order, each a dict with the script, kind, pass, source and settings."""
+    todo, settings = [], {key: getattr(args, key) for key in ("model", "batch_size", "seq_len", "steps")}
+
+    def add(script, kind, precision, number=None, **more):
+        files = ["measure/roof.py"] if script == "roof" else ["measure/peers.py", TEN] if script in PEERS else [script]
+        run = {"script": script, "kind": kind, "pass": number, "settings": settings | {"precision": precision} | more}
+        todo.append(run | {"source": records.source(*files)})
+
+    found = scripts(args.peers, args.branches, args.only)
+    add("roof", "roof", None)
+    for script, kind, precision in found:
+        add(script, kind, precision, 1)
+    if args.profile:
+        for script, _, precision in found:
+            add(script, "profile", precision, steps=PROFILED_STEPS)
+    for size, mode in BATCHES if args.batches else ():
+        (ten,) = (rung for rung in read_ladder() if rung.file == TEN)
+        add(TEN, "batch", ten.precision, batch_size=size, compile_mode=mode)
+    for number in range(2, args.repeat + 1):
+        for script, kind, precision in found if number % 2 else reversed(found):
+            add(script, kind, precision, number)
+    return todo
+
+
+def measure(run, args, gpu, cache, on_step):
+    """Execute a run of the plan, and return the keys of its line that come from executing it."""
+    settings, before = run["settings"], device.reading(gpu) | {"load": device.load(gpu)}
+    line, middle, steps = {"gpu": {"before": before, "middle": None}, "started": records.now()}, [], settings["steps"]
+    line |= {"step_ms": None, "losses": None, "peak_gib": None, "figures": None, "error": None}
+
+    def count():
+        on_step()
+        middle.append(device.reading(gpu) if len(middle) == steps // 2 else None)  # while the GPU is under load
+
+    flags = {key: value for key, value in settings.items() if key != "precision"} | {"device": args.device}
+    try:
+        if run["kind"] == "roof":
+            line["figures"] = ask(
+                "roof", *(f"--{key.replace('_', '-')}={flags[key]}" for key in flags if key != "steps")
+            )
+            line["gpu"]["middle"] = line["figures"].pop("gpu")
+        else:
+            profiler = ["-m", "measure.kernels"] if run["kind"] == "profile" else []
+            text, errors, status = execute(profiler + command(run["script"], flags), cache, count)
+            parsed = records.parse(text, errors, status, steps)
+            line["gpu"]["middle"] = next(filter(None, middle), None)
+            settings["precision"] = records.precision_used(settings["precision"], text)
+            if not profiler:
+                line |= parsed
+            elif not parsed["error"]:  # search from the end, because a library may print lines after the JSON
+                found = next(line for line in reversed(text.splitlines()) if line.startswith('{"groups_ms"'))
+                line["figures"] = json.loads(found)
+            line["error"] = parsed["error"]
+    except (RuntimeError, ValueError) as error:  # the step times are valid even without the peak
+        line["error"] = str(error)
+    return line
+
+
+def result(line):
+    """Describe a line in a few words for the terminal."""
+    load, name = line["gpu"]["before"]["load"], f"{line['kind']}  {line['script']}"
+    s, figures = line["settings"], line["figures"]
+    if line["kind"] == "batch":
+        name = f"B {s['batch_size']}, {s['compile_mode']}  {line['script']}"
+    elif line["pass"]:
+        name = f"pass {line['pass']}  {line['script']}"
+    if line["error"]:
+        said = line["error"]
+    elif line["kind"] == "roof":
+        said = ", ".join(f"{name} {tflops:.3g} TFLOP/s" for name, tflops in records.peaks(figures).items())
+    else:
+        said = f"{sum(figures['groups_ms'].values()) if figures else records.median_ms(line):,.2f} ms"
+    return f"{name}: {said}{f' (busy: {load})' if load else ''}"
+
+
+def other(lines, todo, host):
+    """Return what an earlier measurement differs in: its device, settings or scripts. An empty string means nothing."""
+    settings, sources = todo[0]["settings"], {run["script"]: run["source"] for run in todo}
+    for line in lines:
+        if any(line["host"].get(key) != host[key] for key in SAME_HOST):
+            return "another device or version of torch"
+        if line["kind"] not in ("profile", "batch") and line["settings"] | {"precision": None} != settings:
+            return "other settings"
+        if line["source"] != sources.get(line["script"], line["source"]):
+            return f"another {line['script']}"
+    return ""
+
+
+def choose(out, todo, host):
+    """Return (folder, its lines): an earlier measurement to continue, or a new folder.
+
+    If `out` is None, an earlier measurement of the same device, settings and scripts is continued if it is from today
+    or lacks a run of the plan. Raises ValueError if `out` contains a different measurement.
+    """
+    name = f"{'cpu ' if host['device'] == 'cpu' else ''}{host['name']}".lower()
+    name, today = re.sub(r"[^a-z0-9]+", "-", name).strip("-"), records.now()[:10]
+    for folder in [out] if out else sorted((ROOT / "results").glob(f"{name}-*"), reverse=True):
+        if not (folder / "runs.jsonl").exists():
+            continue
+        lines = records.read(folder / "runs.jsonl")
+        differs = other(lines, todo, host)
+        if out and differs:
+            raise ValueError(f"{out} has a measurement of {differs}: use another folder")
+        if not differs and (out or missing(todo, lines) or any(line["started"][:10] == today for line in lines)):
+            return folder, lines
+    first = ROOT / "results" / f"{name}-{today}"
+    free = itertools.chain([first], (Path(f"{first}-{number}") for number in itertools.count(2)))
+    return out or next(folder for folder in free if not folder.exists()), []
+
+
+def missing(todo, lines):
+    """Return the runs of the plan that have no line, or only lines with an error."""
+    done = {records.key(line) for line in lines if not line["error"]}
+    return [run for run in todo if records.key(run) not in done]
+
+
+def check(lines):
+    """Raise RuntimeError if every script that has run failed."""
+    ran = [line for line in lines if line["pass"]]
+    if ran and all(line["error"] for line in ran):
+        raise RuntimeError("every script failed")
+
+
+def go(todo, lines, folder, args, about, gpu):
+    """Execute what is missing of the plan, and append each run to the log. Raises OSError if it cannot be written."""
+    left, bar = missing(todo, lines), (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches,  # of compiled kernels, one for each script
+        Progress(*bar, transient=True) as progress,
+    ):
+        task = progress.add_task("")
+        for number, run in enumerate(left, start=1):
+            if run["pass"] != 1:
+                check(lines)
+            settings, stage = run["settings"], f"pass {run['pass']}/{args.repeat}" if run["pass"] else run["kind"]
+            progress.reset(task, total=settings["steps"], description=f"{number}/{len(left)}  {stage}: {run['script']}")
+            name = f"{run['script']} {settings['batch_size']} {settings.get('compile_mode', '')}"
+            cache = Path(caches, re.sub(r"\W+", "_", name))
+            line = run | about | measure(run, args, gpu, cache, lambda: progress.advance(task))
+            records.append(folder / "runs.jsonl", line)
+            lines.append(line)
+            progress.console.print(result(line), highlight=False, markup=False, soft_wrap=True)
+    check(lines)
+
+
+def arguments():
+    """Return (parser, parsed arguments, this command without --budget and --out)."""
+    how = argparse.ArgumentParser(add_help=False)
+    how.add_argument("--budget", type=float, metavar="MINUTES", help="stop after this time and keep the completed runs")
+    how.add_argument("--out", type=Path, help="folder for the results, default results/<device>-<date>")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS, parents=[how])
+    parser.add_argument("--model", help="default gpt2, or nano on a CPU")
+    parser.add_argument("--batch-size", type=int, default=4, help="batch size B, default 4")
+    parser.add_argument("--seq-len", type=int, help="sequence length T, default 1024, or 128 with nano")
+    parser.add_argument("--steps", type=int, help="steps per run, default 50, or 20 on a CPU")
+    parser.add_argument("--repeat", type=int, help="passes over the ladder, default 3, or 1 on a CPU")
+    parser.add_argument("--device", help="default: the accelerator that PyTorch finds, or cpu")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NN",
+        help="only these rungs (such as 05 06), and the script that each is compared with",
+    )
+    parser.add_argument("--peers", action="store_true", help="also measure loops built on transformers")
+    parser.add_argument("--branches", action="store_true", help="also measure the scripts in branches/")
+    parser.add_argument("--profile", action="store_true", help="also break the step time down by kind of kernel")
+    parser.add_argument(
+        "--batches", action="store_true", help="also measure rung 10 at B 1, 4, 16, 64 in 2 compile modes"
+    )
+    args = parser.parse_args()
+    if any(n is not None and n < 1 for n in (args.batch_size, args.seq_len, args.steps, args.repeat)):
+        parser.error("--batch-size, --seq-len, --steps and --repeat must be at least 1")
+    if args.budget is not None and args.budget <= 0:
+        parser.error("--budget must be more than 0")
+    return parser, args, shlex.join(["python", "-m", "measure.run", *how.parse_known_args()[1]])
+
+
+def look(args):
+    """Describe the host, and fill in the options that depend on it. Return (the host, its NVML handle or None)."""
+    host = ask("device", *(["--device", args.device] if args.device else []))
+    args.device, cpu = host["device"], host["device"] == "cpu"
+    if not cpu and host["device"].startswith("cuda"):  # hide other GPUs: transformers.Trainer uses all visible ones
+        seen, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(host["device"].partition(":")[2] or 0)
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[index].strip() if seen else str(index)
+        args.device = host["device"] = "cuda"
+    args.model = args.model or ("nano" if cpu else "gpt2")
+    args.seq_len = args.seq_len or (128 if args.model == "nano" else 1024)
+    args.steps, args.repeat = args.steps or (20 if cpu else 50), args.repeat or (1 if cpu else 3)
+    return host, device.find_gpu(host.pop("uuid"))
+
+
+def stop(number, _):
+    """Handle a signal in STOPS: raise SystemExit, which makes execute() stop the running script."""
+    for each in STOPS:
+        signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the table
+    sys.exit(0 if number == signal.SIGALRM else 128 + number)
+
+
+def main():
+    parser, args, line = arguments()
+    for number in STOPS:
+        signal.signal(number, stop)
+    if args.budget:  # leave a few seconds for the table and the plots
+        signal.setitimer(signal.ITIMER_REAL, 60 * args.budget - min(15, 15 * args.budget))
+    try:
+        host, gpu = look(args)
+        todo = plan(args)
+        folder, lines = choose(args.out, todo, host)
+        done = "" if missing(todo, lines) else " (measured already: move the folder away to measure again)"
+        print(f"{args.model}, B {args.batch_size}, T {args.seq_len} -> {folder}{done}", flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            go(todo, lines, folder, args, {"command": line, "commit": records.commit(), "host": host}, gpu)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            if lines:
+                data = records.load(folder)
+                print(f"\n{records.summary(data)}")
+                plots.draw(data, folder)
+                print(f"plots: {folder}/*.svg")
+            elif not any(folder.iterdir()):
+                folder.rmdir()
+            if left := len(missing(todo, lines)):
+                print(f"{left} of {len(todo)} runs are left: run the same command again", flush=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main()
