@@ -316,7 +316,7 @@ def advice(row, gib, at):
 
 
 def largest(at, gib):
-    """Return a batch size whose peak is just under `gib` GiB, or 0. at(B) returns the parts of the peak at batch size B.
+    """Return a batch size whose peak is just under `gib` GiB, or 0. at(B) returns the parts of the peak at B.
 
     Each guess follows from the peaks at two batch sizes. The result is a guess whose predicted peak fits.
     """

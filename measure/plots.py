@@ -25,7 +25,6 @@ INK, RUNG, PEER = "#1f2328", "#3b78c4", "#c8702a"
 ALT = {
     "tokens": "Training speed",
     "kernels": "Where the step time goes",
-    "memory": "Peak memory",
     "loss-steps": "Loss over steps",
 }
 GROUPS = {  # the groups of measure/kernels.py, with their colours
@@ -47,14 +46,6 @@ matplotlib.rcParams.update(
 )
 
 # ---- a measurement
-
-
-def bars(axes, rows, key, labels):
-    colours = [PEER if row["kind"] == "peer" else RUNG for row in rows]
-    shown = axes.barh([row["script"] for row in rows], [row[key] for row in rows], color=colours, height=0.7)
-    axes.bar_label(shown, labels, padding=4)
-    axes.set_xlim(0, 1.4 * max(row[key] for row in rows))
-    axes.invert_yaxis()
 
 
 def stacks(axes, names, rows, height):
@@ -80,12 +71,13 @@ def figures(data):
         made[name] = Figure(figsize=(10.0, 1.4 + 0.32 * max(8, len(rows))))
         return made[name].add_subplot(title=f"{ALT[name]}{more}\n{heading}", xlabel=unit)
 
+    speeds, colours = [row["tokens_per_s"] for row in rows], [PEER if row["kind"] == "peer" else RUNG for row in rows]
+    tokens = axes("tokens", rows, "tokens per second", " and speed-up over baseline")
+    shown = tokens.barh([row["script"] for row in rows], speeds, color=colours, height=0.7)
     labels = [f"{row['tokens_per_s']:,.0f} · {times(row['over_baseline'])}" for row in rows]
-    bars(axes("tokens", rows, "tokens per second", " and speed-up over baseline"), rows, "tokens_per_s", labels)
-    if remembered := [row for row in rows if row["peak_gib"]]:
-        whose = " of the process" if data.cpu else " of the GPU's allocator"
-        labels = [f"{row['peak_gib']:.2f}" for row in remembered]
-        bars(axes("memory", remembered, "GiB", whose), remembered, "peak_gib", labels)
+    tokens.bar_label(shown, labels, padding=4)
+    tokens.set_xlim(0, 1.4 * max(speeds))
+    tokens.invert_yaxis()
     losses = axes("loss-steps", rows, "step")
     losses.set_ylabel("loss, nats per token")
     for place, row in enumerate(rows):
@@ -167,7 +159,8 @@ def held_out(rows):
     left.set_ylim(top=max(early, default=None))  # hides the first drop
     left.set(xlabel="step", ylabel="held-out loss, nats per token", title="Held-out loss over steps")
     right.set(xlabel="seconds of training, without compilation", title="Held-out loss over time")
-    right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    if best:
+        right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
 
 

@@ -192,7 +192,7 @@ def other(lines, todo, host):
         if line["kind"] not in ("profile", "batch") and line["settings"] | {"precision": None} != settings:
             return "other settings"
         if line["source"] != sources.get(line["script"], line["source"]):
-            return f"another {line['script']}"
+            return f"another version of {line['script']}"
     return ""
 
 
@@ -290,7 +290,7 @@ def look(args):
     """Describe the host, and fill in the options that depend on it. Return (the host, its NVML handle or None)."""
     host = ask("device", *(["--device", args.device] if args.device else []))
     args.device, cpu = host["device"], host["device"] == "cpu"
-    if not cpu and host["device"].startswith("cuda"):  # hide other GPUs: transformers.Trainer uses all visible ones
+    if host["device"].startswith("cuda"):  # hide other GPUs: transformers.Trainer uses all visible ones
         seen, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(host["device"].partition(":")[2] or 0)
         os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[index].strip() if seen else str(index)
         args.device = host["device"] = "cuda"

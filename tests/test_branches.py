@@ -8,10 +8,11 @@ float8. All attention implementations agree up to rounding.
 import functools
 import math
 
-import attention as bench
 import pytest
 import torch
 from conftest import FP8, FP16_10, FP16S, MUON, REGIONAL, SCRIPTS, STEP, load, made_up_gpu, nano, play
+
+from measure import attention as bench
 
 
 def train(script, monkeypatch, steps, blow_up=()):

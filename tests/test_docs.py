@@ -17,16 +17,16 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.fixture(scope="module")
 def docs():
     pytest.importorskip("zensical", reason="Zensical takes Python 3.11 or later")
-    import build_site
+    from docs import build_site
 
     return build_site
 
 
 @pytest.fixture(scope="module")
 def results():
-    import render
+    from measure import tables
 
-    return render.newest() | render.newest(partial=True)
+    return tables.newest() | tables.newest(partial=True)
 
 
 @pytest.fixture(scope="module")
@@ -101,27 +101,26 @@ def test_wrong_arithmetic_is_seen():
 
 @pytest.mark.slow
 def test_a_rungs_page_shows_what_was_measured_beside_what_was_predicted(docs, results, soup):
-    import render
+    from measure import records
 
     for script in SCRIPTS:
         for section in soup(docs.page(script)).select("section.result"):
             rows = [[cell.text.strip() for cell in row.select("td")] for row in section.select("tbody tr")]
             speed, memory, loss = (measured for _, measured in rows)
             data = results[section["data-result"]]
-            measured = {row["name"]: row for row in data["rows"] if row["median_ms"]}
-            row, before = measured.get(script), measured.get(RUNGS[script].before)
+            row, before = data.rows.get(script), data.rows.get(RUNGS[script].before)
             if not row:
                 assert [memory, loss] == ["not measured", "not measured"]
                 continue
             before = before if row["over_before"] else None  # one of the two has changed since the measurement
             pair = [one for one in (before, row) if one]
-            losses = [next(run["losses"][-1] for run in one["runs"] if not run["error"]) for one in pair]
+            losses = [one["runs"][0]["losses"][-1] for one in pair]
             assert loss.startswith(" to ".join(f"{loss:.4f}" for loss in losses))
             assert f"{row['median_ms']:,.1f} ms per step" in speed
-            peak = row["peak_memory_gib"]
+            peak = row["peak_gib"]
             assert (f"{peak:.2f} GiB" if peak else "not measured") in memory
             if before and (ratio := row["over_before"]):
-                assert speed.startswith(render.times(ratio))
+                assert speed.startswith(records.times(ratio))
                 assert ("inconclusive" in speed) == (ratio["low"] < 1 < ratio["high"])
 
 

@@ -14,11 +14,11 @@ import sys
 import textwrap
 import tokenize
 
-import diff
 import pytest
 import unidiff
 from conftest import FP16_10, LONG, ROOT, RUNGS, SCRIPTS, TRAIN
 
+from dev import diff
 from dev.ladder import changed_lines, parts, split
 
 TRAILING = r", (?=[)\]}])"  # the trailing comma that is added when a line is split

@@ -6,9 +6,10 @@ If there is a conflict, no change is lost.
 import subprocess
 import sys
 
-import propagate
 import pytest
 from conftest import RUNGS, commit_all, copy_project, since
+
+from dev import propagate
 
 SCRIPTS = sorted(RUNGS, key="branches/fp16_grad_scaler.py".__eq__)  # as printed: fp16, built on rung 03, comes last
 SHARED = "# token embeddings\n", "# one row for each token of the vocabulary\n"  # (old, new): a line in all scripts
