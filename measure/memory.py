@@ -297,24 +297,6 @@ def peak(row):
     return sum(row["parts"].values())
 
 
-def advice(row, gib, at):
-    """Return "fits", or what to change in a row whose peak exceeds `gib` GiB.
-
-    at(B) returns the parts of the same script's peak at batch size B.
-    """
-    if peak(row) <= gib * GIB:
-        return "fits"
-    parts = at(1)
-    least = sum(parts.values())
-    if least <= gib * GIB:  # the peak grows in proportion to B - 1
-        return f"lower B to about {1 + int((row['batch_size'] - 1) * (gib * GIB - least) / (peak(row) - least))}"
-    if 2 * parts["weights"] + parts["moments"] > gib * GIB:  # the gradients are as large as the weights
-        return "FSDP2 on more GPUs"
-    if parts["logits"] > parts["activations"]:
-        return "chunk the loss, lower T"
-    return "lower T" if row["checkpointing"] or row["script"] == CHECKPOINTED else "checkpoint the blocks"
-
-
 def largest(at, gib):
     """Return a batch size whose peak is just under `gib` GiB, or 0. at(B) returns the parts of the peak at B.
 
@@ -348,8 +330,7 @@ def table(rows):
         line["peak, GiB"] = f"{peak(row) / GIB:.2f}"
         if row["measured"]:
             line |= {"measured": f"{row['measured'] / GIB:.2f}", "error": f"{peak(row) / row['measured'] - 1:+.1%}"}
-        line |= {"largest B": str(row["largest"])} if row["largest"] is not None else {}
-        lines.append(line | ({"what to change": row["advice"]} if row["advice"] else {}))
+        lines.append(line | ({} if row["largest"] is None else {"largest B": str(row["largest"])}))
     return lines
 
 
@@ -363,8 +344,7 @@ def main():
         "--checkpointing", action="store_true", help="also predict each script with checkpointed blocks"
     )
     parser.add_argument("--only", nargs="+", metavar="NN", help="only these scripts, such as 10 chunked fsdp")
-    parser.add_argument("--gib", type=float, help="also say what to change to fit in this memory; default: the GPU's")
-    parser.add_argument("--largest", action="store_true", help="also print the largest batch size that fits in --gib")
+    parser.add_argument("--gib", type=float, help="also print the largest batch size that fits in this memory")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules to follow, default cuda")
     parser.add_argument(
         "--measure", action="store_true", help="also run the scripts on the device and measure the peak"
@@ -379,16 +359,11 @@ def main():
         parser.error("need at least 1 for --batch-size and --ranks, and 1 to 1024 for --seq-len")
     if args.gib is not None and not args.gib > 0:
         parser.error("--gib must be more than 0")
-    gpu = args.device == "cuda" and torch.cuda.is_available()
-    if args.measure and args.device == "cuda" and not gpu:
+    if args.measure and args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--measure: PyTorch finds no GPU here; --device cpu measures on the CPU")
-    if args.largest and not (args.gib or gpu):
-        parser.error("--largest needs --gib, because PyTorch finds no GPU here")
     if args.out and (args.out.is_dir() or not os.access(args.out.parent, os.W_OK)):
         parser.error(f"--out {args.out}: cannot write a file there")
-    gib, found = args.gib, []
-    if gpu and not gib:
-        gib = ask("device", "--device", "cuda")["device_memory_gib"] - 0.5  # leave room for the CUDA context
+    found = []
     for model, batch_size in itertools.product(args.model, args.batch_size):
         rows = []
         for rung, checkpointing in itertools.product(ladder, (False, True)):
@@ -403,11 +378,8 @@ def main():
             how["ranks"] = args.ranks if rung.kind == "scale" else 1
             at = functools.cache(functools.partial(predict, rung, **how, cuda=args.device == "cuda"))
             row = {"batch_size": batch_size, "script": rung.file, "name": name} | how
-            row |= {"parts": at(batch_size), "measured": None, "largest": None, "advice": None}
-            if gib:
-                row["advice"] = advice(row, gib, at)
-            if args.largest:
-                row["largest"] = largest(at, gib)
+            row |= {"parts": at(batch_size), "measured": None}
+            row["largest"] = largest(at, args.gib) if args.gib else None
             try:
                 row["measured"] = measure(rung, batch_size, device=args.device, **how) if args.measure else None
             except RuntimeError as error:
@@ -415,7 +387,7 @@ def main():
             rows.append(row)
         said = f"{model}, B {batch_size}, T {args.seq_len}: GiB at the peak of a step, torch {torch.__version__}"
         said += f", {args.ranks} ranks" if args.ranks > 1 else ""
-        said += f", to fit in {gib:g} GiB" if gib else ""
+        said += f", to fit in {args.gib:g} GiB" if args.gib else ""
         print(f"{said}\n\n{text(table(rows))}\n", flush=True)
         found += rows
     if args.out:

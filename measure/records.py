@@ -35,6 +35,7 @@ import pandas as pd
 from baseline import MODELS
 from dev.ladder import ROOT, read_ladder, short
 
+KEYS = set("script kind pass settings source command commit host gpu started step_ms losses peak_gib error".split())
 TEN = "speedup_10_fused_adamw.py"
 PEERS = {"transformers, compiled": ("compiled", "bf16"), "transformers.Trainer": ("trainer", "bf16")}
 # Scripts run without these environment variables, which some containers and job schedulers set. The variables can
@@ -118,11 +119,15 @@ def read(path):
 
     Raises OSError, or ValueError if another line is not a run.
     """
-    lines = Path(path).read_bytes().split(b"\n")[:-1]
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError:
-        raise ValueError(f"{path}: a line is not JSON") from None
+    lines = []
+    for number, text in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            lines.append(json.loads(text))
+            if KEYS - lines[-1].keys():
+                raise ValueError
+        except (AttributeError, ValueError):
+            raise ValueError(f"{path}: line {number} is not a run") from None
+    return lines
 
 
 def append(path, line):
@@ -138,7 +143,7 @@ def append(path, line):
 def key(line):
     """Return what distinguishes a run from the others of its measurement. Of two with one key, the later counts."""
     settings = {name: value for name, value in line["settings"].items() if name != "precision"}
-    return line["script"], line["kind"], line["pass"], json.dumps(settings)
+    return line["script"], line["kind"], line["pass"], json.dumps(settings, sort_keys=True)
 
 
 def save(path, data, in_one_line=r"\[[-\d\s.,e]+\]"):
@@ -288,14 +293,11 @@ def ratio(times, other, script):
 
 
 def load(folder):
-    """Return the Measurement in a folder. Raises OSError, or ValueError if its runs.jsonl is not a log of runs."""
+    """Return the Measurement in a folder. Raises OSError, or ValueError if it has no log of runs."""
     path = Path(folder) / "runs.jsonl"
     if not (lines := read(path)):
         raise ValueError(f"{path}: no run has finished")
-    try:
-        return Measurement(Path(folder).resolve().name, lines)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a log of runs: {type(error).__name__}: {error}") from None
+    return Measurement(Path(folder).resolve().name, lines)
 
 
 # ---- tables

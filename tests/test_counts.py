@@ -180,6 +180,12 @@ def test_what_is_printed_and_written_is_what_was_counted(monkeypatch, capsys, tm
 # ---- the committed counts
 
 
+def test_the_bytes_that_rung_05_names_are_the_counted_ones():
+    steps = counts.read_counts()["gpt2", 4, 1024]
+    now, before = (counts.totals(steps[RUNGS[number].file])[1] / 1e9 for number in ("05", "04"))
+    assert f"moves {now:.0f} GB instead of {before:.0f} GB" in (ROOT / RUNGS["05"].file).read_text()
+
+
 @pytest.mark.parametrize("number", NUMBERS)
 def test_the_committed_counts_match_the_scripts(number):
     """A new count matches results/counts.json. The test is skipped if the file is from a different torch version."""

@@ -94,7 +94,7 @@ def test_a_line_that_a_kill_cut_in_half_is_dropped_and_nothing_else(tmp_path):
         records.append(path, second)
         assert records.read(path) == [first, second]
     path.write_bytes(b'{"script": \n' + whole)
-    with pytest.raises(ValueError, match="a line is not JSON"):
+    with pytest.raises(ValueError, match="line 1 is not a run"):
         records.read(path)
 
 
@@ -387,7 +387,8 @@ def test_another_measurement_is_never_mixed_in(in_process, tmp_path, monkeypatch
         in_process.state.host = GPU | ({"torch": "3"} if change == "torch" else {"name": "Another GPU"})
     with pytest.raises(SystemExit):
         in_process.call(*words)
-    said = {"settings": "other settings", "a script": "another version of roof"}.get(change, "another device or version of torch")
+    said = {"settings": "other settings", "a script": "another version of roof"}
+    said = said.get(change, "another device or version of torch")
     assert f"has a measurement of {said}: use another folder" in capsys.readouterr().err
     assert (tmp_path / "out" / "runs.jsonl").read_bytes() == before and not in_process.state.ran
 
