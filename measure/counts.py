@@ -51,7 +51,7 @@ from torch.utils.flop_counter import register_flop_formula
 from baseline import MODELS
 from dev.ladder import ROOT, Rung, read_ladder, read_toml
 from measure.kernels import group
-from measure.records import OVERRIDES, peaks, save, text
+from measure.records import OVERRIDES, options, peaks, save, text
 
 PEER = Rung("measure/peers.py compiled", "transformers, compiled", "", "peer", precision="bf16")
 aten = torch.ops.aten
@@ -201,7 +201,7 @@ def run_fake(script, flags, mode, patches, cuda=True, environment=None):
         return softmax(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)
 
     script, *words = script.split()
-    words += [str(word) for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+    words += options(flags)
     patches = {
         "sys.argv": [script, *words, "--device", "cpu"],
         "sys.stdout": io.StringIO(),

@@ -7,6 +7,7 @@ The functions of this file choose a device, read its clock and load, and time st
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
@@ -59,6 +60,7 @@ def describe(device):
     cpu = cpuinfo.get_cpu_info().get("brand_raw") or platform.machine()
     cuda = device.type == "cuda"
     capability = ".".join(map(str, module.get_device_capability(device))) if cuda else None
+    uuid = str(module.get_device_properties(device).uuid) if cuda else None
     if device.type == "cpu":  # the widest vector instructions, and whether they include bf16
         bf16 = torch.cpu.get_capabilities().get("avx512_bf16")
         capability = "AVX512_BF16" if bf16 else torch.backends.cpu.get_cpu_capability()
@@ -68,7 +70,8 @@ def describe(device):
         "capability": capability,
         "device_memory_gib": round(module.mem_get_info(device)[1] / 2**30, 1) if cuda else None,
         "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
-        "uuid": str(module.get_device_properties(device).uuid) if cuda else None,
+        "uuid": uuid,
+        "id": hashlib.sha256((uuid or platform.node()).encode()).hexdigest()[:8],  # tells machines apart, names none
         "torch": torch.__version__,
         "cuda": torch.version.cuda or torch.version.hip,
         "cudnn": torch.backends.cudnn.version() if cuda else None,

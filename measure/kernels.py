@@ -124,7 +124,7 @@ def grouped(steps, events, gpu=False):
 
 def profile(run):
     """Call run(), which runs a script with the arguments in sys.argv, and return the dict that this program prints."""
-    gpu = torch.accelerator.is_available() and "cpu" not in sys.argv
+    gpu = torch.accelerator.is_available() and not any(word.endswith("cpu") for word in sys.argv)
     if not gpu:
         # Without this option, compiled C++ code is one unnamed block in the trace. The option changes the key of
         # Inductor's cache, so the first profile on a CPU recompiles the model. On a GPU, the option stays off, so the

@@ -48,7 +48,7 @@ from baseline import MODELS
 from dev.ladder import ROOT, read_ladder, title
 from measure.counts import fake_compile, run_fake
 from measure.device import memory_in_use
-from measure.records import TEN, now, parse, save, text
+from measure.records import TEN, now, options, parse, save, text
 from measure.run import ask, execute
 
 CHECKPOINTED = "branches/activation_checkpointing.py"
@@ -196,7 +196,7 @@ def as_rank_0(ranks, live):
     }
 
 
-def options(rung, model, batch_size, seq_len, ranks):
+def flags_of(rung, model, batch_size, seq_len, ranks):
     flags = {"model": model, "batch_size": batch_size, "seq_len": seq_len, "steps": 2}
     if rung.kind == "scale":  # a second micro-step, because then the gradients exist during a forward pass
         flags["total_batch_size"] = 2 * batch_size * seq_len * ranks
@@ -230,7 +230,7 @@ def predict(rung, batch_size, model, seq_len, ranks=1, checkpointing=False, cuda
         if storage._cdata in live.alive:
             live.resize(storage._cdata, size)
 
-    flags = options(rung, model, batch_size, seq_len, ranks)
+    flags = flags_of(rung, model, batch_size, seq_len, ranks)
     tokens = np.zeros(flags.get("total_batch_size", batch_size * seq_len) + 1, dtype=np.uint32)
     environment, patches = as_rank_0(ranks, live) if ranks > 1 else ({}, {})
     patches |= {
@@ -281,9 +281,8 @@ def print_peak(script, *options):
 
 def measure(rung, batch_size, model, seq_len, device, ranks=1, checkpointing=False):
     """Return the peak memory of a script's second step on this machine in bytes. Raises RuntimeError if it fails."""
-    flags = options(rung, model, batch_size, seq_len, ranks) | {"device": device}
-    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
-    words = ["-m", "measure.memory", "peak", rung.file, *words, *["--checkpointing"] * checkpointing]
+    flags = flags_of(rung, model, batch_size, seq_len, ranks) | {"device": device}
+    words = ["-m", "measure.memory", "peak", rung.file, *options(flags), *["--checkpointing"] * checkpointing]
     if ranks > 1:
         words = f"-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node={ranks}".split() + words
     with tempfile.TemporaryDirectory() as cache:

@@ -18,7 +18,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dev.ladder import title
-from measure.counts import totals
 from measure.records import times
 
 INK, RUNG, PEER = "#1f2328", "#3b78c4", "#c8702a"
@@ -99,15 +98,15 @@ def draw(data, folder):
 # ---- counts
 
 
-def three_counts(steps, log, wide=True):
-    """Draw four bar plots of the scripts in `steps`: the step time in a public log, and three counts by kernel group.
+def three_counts(sums, log, wide=True):
+    """Draw four bar plots of scripts: the step time in a public log, and three counts by kernel group.
 
-    The counts are FLOPs, bytes moved and kernels, at the batch size of the log. The plots are in one row, or in one
-    column for a narrow screen.
+    `sums` maps each script to {group: (FLOPs, bytes moved, kernels)} at the batch size of the log. The plots are in one
+    row, or in one column for a narrow screen.
     """
     rows, columns = (1, 4) if wide else (4, 1)
     figure, kinds = Figure(figsize=(10.0, 3.5) if wide else (3.8, 10.4)), [kind for kind in GROUPS if kind != "idle"]
-    names, B = [title(script) for script in steps], log["batch_size"]
+    names, B = [title(script) for script in sums], log["batch_size"]
     plots = ("ms", 1, ",.0f"), ("TFLOP", 1e12, ".2f"), ("GB moved", 1e9, ".0f"), ("kernels", 1, ",.0f")
     for place, (what, unit, form) in enumerate(plots):
         axes, left = figure.add_subplot(rows, columns, place + 1), np.zeros(len(names))
@@ -115,11 +114,11 @@ def three_counts(steps, log, wide=True):
         axes.set_title(f"{what} per step\n{whose}", fontsize=10)
         if place:
             for kind in kinds:
-                widths = np.array([totals(step, kind)[place - 1] / unit for step in steps.values()])
+                widths = np.array([step[kind][place - 1] / unit for step in sums.values()])
                 shown = axes.barh(names, widths, left=left, color=GROUPS[kind], label=kind, height=0.7)
                 left += widths
         else:
-            left = np.array([log["ms"].get(script, 0) for script in steps])
+            left = np.array([log["ms"].get(script, 0) for script in sums])
             shown = axes.barh(names, left, color=GROUPS["idle"], height=0.7)
         axes.bar_label(shown, [format(count, form) if count else "not in the log" for count in left], padding=4)
         axes.set(xlim=(0, 1.45 * left.max()), xticks=[])

@@ -23,6 +23,7 @@ import os
 import shlex
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -138,13 +139,18 @@ def measure(data, out):
     if settings["jobs"] > 1 and settings["device"] == "cpu":
         os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // settings["jobs"]))
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(settings["jobs"]) as pool:
-        # After an error or Ctrl-C, map() starts no further runs.
-        for number, new in enumerate(pool.map(lambda job: run(*job, settings, cache), plan), start=1):
+    lock = threading.Lock()
+
+    def run_and_save(job):
+        new = run(*job, settings, cache)
+        with lock:
             data["runs"].append(new)
             records.save(out, data)
             said = f"{new['losses'][-1]:.3f}, {new['ms']:.0f} ms" if new["losses"] else "diverged"
-            print(f"{number}/{len(plan)}  {name(new)}: {said}", flush=True)
+            print(f"{len(data['runs']) - len(done)}/{len(plan)}  {name(new)}: {said}", flush=True)
+
+    with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(settings["jobs"]) as pool:
+        list(pool.map(run_and_save, plan))  # after an error or Ctrl-C, map() starts no further runs
 
 
 def steps_to(run, loss):
@@ -247,7 +253,7 @@ def start(out, settings):
         "commit": records.commit(),
         "device": machine["name"],
         "torch": machine["torch"],
-        "source": records.source(*settings["scripts"]),
+        "source": records.source(*settings["scripts"], "measure/quality.py"),
         "settings": settings | {"device": machine["device"]},
         "runs": [],
     }

@@ -107,8 +107,15 @@ def source(*files):
     return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in (*files, "input.txt"))).hexdigest()[:16]
 
 
-def now():
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+def now(days=0):
+    """Return the time in UTC, such as 2026-11-28T09:30:00+00:00, `days` days from now."""
+    time = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days)
+    return time.isoformat(timespec="seconds")
+
+
+def options(flags):
+    """Return {"batch_size": 4, ...} as the words of a command line: --batch-size 4 ..."""
+    return [str(word) for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 # ---- the log
@@ -205,6 +212,8 @@ class Measurement:
         self.host, self.started = self.lines[0]["host"], self.lines[0]["started"]
         self.finished = max(line["started"] or "" for line in self.lines)
         self.settings = (self.runs or self.lines)[0]["settings"]
+        if any(run["settings"] | {"precision": 0} != self.settings | {"precision": 0} for run in self.runs):
+            raise ValueError("its runs have different settings")
         self.roof = next((line["figures"] for line in self.lines if line["kind"] == "roof"), None)
         self.peaks = peaks(self.roof) if self.roof else {}
         ladder = read_ladder()
@@ -227,7 +236,8 @@ class Measurement:
         ):
             runs = [run for run in self.runs if run["script"] == script]
             done, failed = [run for run in runs if not run["error"]], [run for run in runs if run["error"]]
-            before = self.before.get(script, next((one for one in self.before if one == script.split()[0]), TEN))
+            alone = script.removesuffix(" under torchrun")  # a row of older measurements
+            before = self.before.get(script, alone if alone in self.before else TEN)
             row = {"script": script, "kind": runs[0]["kind"], "before": before, "runs": done}
             row |= {"error": failed[-1]["error"] if failed else None, "profile": self.profile(script)}
             row |= dict.fromkeys(("median_ms", "quartiles_ms", "over_baseline", "over_before", "peak_gib"))
@@ -237,7 +247,7 @@ class Measurement:
                 row |= self.speed(done[0]["settings"], times[script].median())
                 row["quartiles_ms"] = [rounded(q) for q in pooled.quantile([0.25, 0.75])]
                 row["over_baseline"] = ratio(times, "baseline.py", script)
-                row["over_before"] = None if self.outdated(script, before) else ratio(times, before, script)
+                row["over_before"] = None if self.outdated([script, before]) else ratio(times, before, script)
                 row["peak_gib"] = max((run["peak_gib"] for run in done if run["peak_gib"]), default=None)
                 first = [run["step_ms"][0] for run in done if run["pass"] == 1]
                 row["first_step_s"] = rounded(first[0] / 1000) if first else None
@@ -264,9 +274,10 @@ class Measurement:
         profiles = [line for line in self.lines if line["kind"] == "profile" and line["script"] == script]
         return profiles[0]["figures"] if profiles else None
 
-    def outdated(self, *scripts):
-        """Return whether one of these scripts has changed since, so that its speed-up tells nothing about it."""
-        return any(self.changed.get(script, "") > self.finished for script in scripts)
+    def outdated(self, scripts):
+        """Return whether one of these scripts has changed since its last run."""
+        last = {run["script"]: run["started"] for run in self.runs}
+        return any(self.changed.get(script, "") > last.get(script, "9") for script in scripts)
 
     @property
     def cpu(self):
@@ -297,7 +308,10 @@ def load(folder):
     path = Path(folder) / "runs.jsonl"
     if not (lines := read(path)):
         raise ValueError(f"{path}: no run has finished")
-    return Measurement(Path(folder).resolve().name, lines)
+    try:
+        return Measurement(Path(folder).resolve().name, lines)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 # ---- tables
@@ -378,7 +392,8 @@ def conditions(data):
     commits = dict.fromkeys(line["commit"] for line in runs if line["commit"])
     commits = " and ".join(one.replace(one[:40], one[:7]) for one in commits) or "unknown"
     about = f"{s['model']}, B {s['batch_size']}, T {s['seq_len']}; {said}: {commands}. Commit {commits}."
-    paragraphs = [f"{name}. {versions}. {data.started[:10]}.", about]
+    first, last = data.started[:10], data.finished[:10]
+    paragraphs = [f"{name}. {versions}. {first}{f' to {last}' if first != last else ''}.", about]
     if data.roof:
         rates = [f"{name} {tf:,.0f}" if tf >= 1000 else f"{name} {tf:.3g}" for name, tf in data.peaks.items()]
         copies = data.roof["copy_gb_per_s"]
@@ -397,6 +412,11 @@ def conditions(data):
         kinds.append(f"{kind} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})")
     if kinds:
         paragraphs.append(f"Attention: {'; '.join(kinds)}.")
+    failed = [
+        f"{one['kind']} {one['script']}: {one['error']}" for one in data.lines if one["error"] and not one["pass"]
+    ]
+    if failed:
+        paragraphs.append(f"Failed: {'; '.join(failed)}.")
     busy = [load for line in runs if (load := ((line["gpu"] or {}).get("before") or {}).get("load"))]
     if busy:
         paragraphs.append(f"The machine was busy before {len(busy)} of {len(runs)} runs ({busy[0]}).")

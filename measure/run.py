@@ -37,7 +37,7 @@ from measure.records import OVERRIDES, PEERS, TEN
 # steps make up for the updates that fp16 skips.
 PROFILED_STEPS = 12
 BATCHES = list(itertools.product((1, 4, 16, 64), ("default", "reduce-overhead")))
-SAME_HOST = ("device", "name", "capability", "torch", "cuda")  # must not change during a measurement
+SAME_HOST = ("id", "device", "name", "capability", "torch", "cuda", "threads")  # must not change in a measurement
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # Ctrl-C, shutdown, end of the budget
 
 
@@ -60,7 +60,11 @@ def execute(words, cache, on_step=lambda: None):
         finally:  # after Ctrl-C, the end of the budget or an error, the child must not keep training in the background
             if child.poll() is None:
                 child.terminate()
-                child.wait()
+                try:
+                    child.wait(timeout=10)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                    child.wait()
         errors.seek(0)
         return "".join(out), errors.read(), status
 
@@ -104,7 +108,7 @@ def command(script, flags):
     if script in {rung.file for rung in read_ladder() if rung.kind == "scale"}:
         # One micro-batch per optimizer step, as in the other scripts.
         flags = flags | {"total_batch_size": flags["batch_size"] * flags["seq_len"]}
-    return [*words, *(str(word) for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value))]
+    return [*words, *records.options(flags)]
 
 
 def plan(args):
@@ -113,6 +117,7 @@ def plan(args):
 
     def add(script, kind, precision, number=None, **more):
         files = ["measure/roof.py"] if script == "roof" else ["measure/peers.py", TEN] if script in PEERS else [script]
+        files += ["measure/kernels.py"] if kind == "profile" else []
         run = {"script": script, "kind": kind, "pass": number, "settings": settings | {"precision": precision} | more}
         todo.append(run | {"source": records.source(*files)})
 
@@ -145,9 +150,8 @@ def measure(run, args, gpu, cache, on_step):
     flags = {key: value for key, value in settings.items() if key != "precision"} | {"device": args.device}
     try:
         if run["kind"] == "roof":
-            line["figures"] = ask(
-                "roof", *(f"--{key.replace('_', '-')}={flags[key]}" for key in flags if key != "steps")
-            )
+            flags.pop("steps")
+            line["figures"] = ask("roof", *records.options(flags))
             line["gpu"]["middle"] = line["figures"].pop("gpu")
         else:
             profiler = ["-m", "measure.kernels"] if run["kind"] == "profile" else []
@@ -157,9 +161,9 @@ def measure(run, args, gpu, cache, on_step):
             settings["precision"] = records.precision_used(settings["precision"], text)
             if not profiler:
                 line |= parsed
-            elif not parsed["error"]:  # search from the end, because a library may print lines after the JSON
-                found = next(line for line in reversed(text.splitlines()) if line.startswith('{"groups_ms"'))
-                line["figures"] = json.loads(found)
+            elif not parsed["error"]:  # a library may print lines after the JSON
+                found = [line for line in text.splitlines() if line.startswith('{"groups_ms"')]
+                line["figures"] = json.loads(found[-1])
             line["error"] = parsed["error"]
     except (RuntimeError, ValueError) as error:  # the step times are valid even without the peak
         line["error"] = str(error)
@@ -185,13 +189,13 @@ def result(line):
 
 def other(lines, todo, host):
     """Return what an earlier measurement differs in: its device, settings or scripts. An empty string means nothing."""
-    settings, sources = todo[0]["settings"], {run["script"]: run["source"] for run in todo}
+    settings, sources = todo[0]["settings"], {(run["script"], run["kind"]): run["source"] for run in todo}
     for line in lines:
-        if any(line["host"].get(key) != host[key] for key in SAME_HOST):
-            return "another device or version of torch"
+        if key := next((key for key in SAME_HOST if line["host"].get(key) != host[key]), None):
+            return "another machine" if key == "id" else f"another {key}"
         if line["kind"] not in ("profile", "batch") and line["settings"] | {"precision": None} != settings:
             return "other settings"
-        if line["source"] != sources.get(line["script"], line["source"]):
+        if line["source"] != sources.get((line["script"], line["kind"]), line["source"]):
             return f"another version of {line['script']}"
     return ""
 
@@ -199,21 +203,21 @@ def other(lines, todo, host):
 def choose(out, todo, host):
     """Return (folder, its lines): an earlier measurement to continue, or a new folder.
 
-    If `out` is None, an earlier measurement of the same device, settings and scripts is continued if it is from today
-    or lacks a run of the plan. Raises ValueError if `out` contains a different measurement.
+    If `out` is None, an earlier measurement of the same device, settings and scripts is continued if its last run is
+    less than a day old. Raises ValueError if `out` contains a different measurement.
     """
     name = f"{'cpu ' if host['device'] == 'cpu' else ''}{host['name']}".lower()
-    name, today = re.sub(r"[^a-z0-9]+", "-", name).strip("-"), records.now()[:10]
-    for folder in [out] if out else sorted((ROOT / "results").glob(f"{name}-*"), reverse=True):
+    first = ROOT / "results" / f"{re.sub(r'[^a-z0-9]+', '-', name).strip('-')}-{records.now()[:10]}"
+    yesterday = records.now(days=-1)
+    for folder in [out] if out else sorted(first.parent.glob(f"{first.name[:-10]}*")):
         if not (folder / "runs.jsonl").exists():
             continue
         lines = records.read(folder / "runs.jsonl")
         differs = other(lines, todo, host)
         if out and differs:
             raise ValueError(f"{out} has a measurement of {differs}: use another folder")
-        if not differs and (out or missing(todo, lines) or any(line["started"][:10] == today for line in lines)):
+        if out or not differs and any((line["started"] or "") > yesterday for line in lines):
             return folder, lines
-    first = ROOT / "results" / f"{name}-{today}"
     free = itertools.chain([first], (Path(f"{first}-{number}") for number in itertools.count(2)))
     return out or next(folder for folder in free if not folder.exists()), []
 
@@ -225,7 +229,7 @@ def missing(todo, lines):
 
 
 def check(lines):
-    """Raise RuntimeError if every script that has run failed."""
+    """Raise RuntimeError if every script in these lines failed."""
     ran = [line for line in lines if line["pass"]]
     if ran and all(line["error"] for line in ran):
         raise RuntimeError("every script failed")
@@ -234,6 +238,7 @@ def check(lines):
 def go(todo, lines, folder, args, about, gpu):
     """Execute what is missing of the plan, and append each run to the log. Raises OSError if it cannot be written."""
     left, bar = missing(todo, lines), (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    earlier = len(lines)
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches,  # of compiled kernels, one for each script
         Progress(*bar, transient=True) as progress,
@@ -241,16 +246,16 @@ def go(todo, lines, folder, args, about, gpu):
         task = progress.add_task("")
         for number, run in enumerate(left, start=1):
             if run["pass"] != 1:
-                check(lines)
+                check(lines[earlier:])
             settings, stage = run["settings"], f"pass {run['pass']}/{args.repeat}" if run["pass"] else run["kind"]
             progress.reset(task, total=settings["steps"], description=f"{number}/{len(left)}  {stage}: {run['script']}")
             name = f"{run['script']} {settings['batch_size']} {settings.get('compile_mode', '')}"
             cache = Path(caches, re.sub(r"\W+", "_", name))
             line = run | about | measure(run, args, gpu, cache, lambda: progress.advance(task))
+            progress.console.print(result(line), highlight=False, markup=False, soft_wrap=True)
             records.append(folder / "runs.jsonl", line)
             lines.append(line)
-            progress.console.print(result(line), highlight=False, markup=False, soft_wrap=True)
-    check(lines)
+    check(lines[earlier:])
 
 
 def arguments():
@@ -319,20 +324,28 @@ def main():
         folder, lines = choose(args.out, todo, host)
         done = "" if missing(todo, lines) else " (measured already: move the folder away to measure again)"
         print(f"{args.model}, B {args.batch_size}, T {args.seq_len} -> {folder}{done}", flush=True)
+        new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise ValueError(f"{folder}: cannot write there")
         try:
             go(todo, lines, folder, args, {"command": line, "commit": records.commit(), "host": host}, gpu)
             signal.setitimer(signal.ITIMER_REAL, 0)
         finally:
+            if new and not lines:
+                folder.rmdir()
             if lines:
                 data = records.load(folder)
                 print(f"\n{records.summary(data)}")
-                plots.draw(data, folder)
-                print(f"plots: {folder}/*.svg")
-            elif not any(folder.iterdir()):
-                folder.rmdir()
             if left := len(missing(todo, lines)):
                 print(f"{left} of {len(todo)} runs are left: run the same command again", flush=True)
+            if lines:
+                plots.draw(data, folder)
+                print(f"plots: {folder}/*.svg")
+    except SystemExit as end:
+        if end.code == 0:
+            print("the budget is spent")
+        raise
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
 

@@ -80,15 +80,16 @@ def three_counts(folder, log):
 
 def picture(data, log):
     """Return the README's picture with what the ladder gains on our GPU. Without a GPU, it shows the counts."""
-    if data.cpu:
-        return three_counts("docs/pages/", log)
     base, ten, s = data.rows["baseline.py"], data.rows[TEN], data.settings
+    if data.cpu or not ten["over_baseline"]:
+        return three_counts("docs/pages/", log)
+    gib = [row["peak_gib"] for row in (base, ten) if row["peak_gib"]]
+    memory = f", and its peak memory from {gib[0]:.2f} to {gib[1]:.2f} GiB" if len(gib) == 2 else ""
     alt = f"Tokens per second of each script, measured on {data.label}"
     return f"""![{alt}](docs/pages/img/{data.name}-tokens.svg)
 
 **What you gain**: on this GPU, rungs 01 to 10 cut a step of `{s["model"]}` at batch size (B) {s["batch_size"]} from
-{base["median_ms"]:,.1f} to {ten["median_ms"]:,.1f} ms ({ten["over_baseline"]["median"]:.2f}×), and its peak memory from
-{base["peak_gib"]:.2f} to {ten["peak_gib"]:.2f} GiB."""
+{base["median_ms"]:,.1f} to {ten["median_ms"]:,.1f} ms ({ten["over_baseline"]["median"]:.2f}×){memory}."""
 
 
 def ladder(data, log, steps):
@@ -108,7 +109,7 @@ def ladder(data, log, steps):
                 "lines": f"+{added} −{removed}" if rung.before else "",
             }
         )
-    old = " Rungs without a value have changed since our measurement." if data.outdated(*data.changed) else ""
+    old = " Rungs without a value have changed since our measurement." if data.outdated(data.changed) else ""
     cpu = " CPU results do not predict GPU speed-ups." if data.cpu else ""
     return f"""{table(rows)}
 
@@ -218,12 +219,13 @@ def beside(measured, logs, found):
         done = {script: row["median_ms"] for script, row in data.rows.items() if row["median_ms"]}
         if not data.cpu and data.roof and steps.keys() & done.keys():
             about |= {"about": data.label, "ms": {script: done[script] for script in steps if script in done}}
-            about["outdated"] = [script for script, row in data.rows.items() if not row["over_before"]]
+            about["gains"] = {script: times(row["over_before"]) for script, row in data.rows.items()}
             logs.append((about, counts.Card(data.peaks, data.roof["copy_gb_per_s"])))
     for log, card in logs:
         rows = counts.beside(log["ms"], found["gpt2", log["batch_size"], log["seq_len"]], card)
         for row in rows:
-            row["measured, × previous"] *= row["script"] not in log.get("outdated", ())
+            if "gains" in log:  # of our measurements: ratios within a pass
+                row["measured, × previous"] = log["gains"][row["script"]]
             row["script"] = title(row["script"])
         source = f" ([source]({log['url']}))" if log.get("url") else ""
         said += [f"**{log['about']}**{source}, B {log['batch_size']}:", table(rows)]
@@ -281,7 +283,8 @@ def fit_gpu(measured):
         here, rows = [data.settings[key] for key in ("model", "batch_size", "seq_len")], []
         for one in memory.fits("memory.json"):
             peak = data.rows.get(one["script"], {}).get("peak_gib")
-            if peak and [one[key] for key in ("model", "batch_size", "seq_len")] == here:
+            plain = not one["checkpointing"] and one["ranks"] == 1
+            if peak and plain and [one[key] for key in ("model", "batch_size", "seq_len")] == here:
                 sizes = {"predicted, GiB": f"{one['peak'] / 2**30:.2f}", "measured, GiB": f"{peak:.2f}"}
                 rows.append({"script": one["name"]} | sizes | {"error": percent(one["peak"] / 2**30 / peak - 1)})
         if rows:
@@ -328,8 +331,9 @@ def parts(measured, partial):
     logs, data = public["log"], next(iter(measured.values()))
     steps = found["gpt2", logs[0]["batch_size"], logs[0]["seq_len"]]
     figures = {f"{data.name}-{kind}": figure for kind, figure in plots.figures(data).items()}
-    figures |= {"counts": plots.three_counts(steps, logs[0])}
-    figures |= {"counts-narrow": plots.three_counts(steps, logs[0], wide=False)}
+    sums = {script: {kind: counts.totals(step, kind) for kind in plots.GROUPS} for script, step in steps.items()}
+    figures |= {"counts": plots.three_counts(sums, logs[0])}
+    figures |= {"counts-narrow": plots.three_counts(sums, logs[0], wide=False)}
     figures |= {name: plots.held_out(quality.compare(saved(name))) for name in LEARNED}
     return {name: learned(name) for name in LEARNED} | {
         "picture": picture(data, logs[0]),
@@ -370,10 +374,10 @@ def write_pages():
     texts, figures = parts(measured, newest(partial=True))
     written = {path: with_parts(path, texts) for path in (ROOT / "README.md", *ROOT.glob("docs/pages/**/*.md"))}
     written |= {ROOT / IMAGES / f"{name}.svg": plots.svg(figure) for name, figure in figures.items()}
-    for stale in set((ROOT / IMAGES).glob("*.svg")) - written.keys():
-        stale.unlink()
     for path, text in written.items():
         path.write_text(text, encoding="utf-8", newline="\n")
+    for stale in set((ROOT / IMAGES).glob("*.svg")) - written.keys():
+        stale.unlink()
 
 
 def compare(first, second):
@@ -420,7 +424,7 @@ def main():
         rows = compare(*found)
         for place, data in zip(("first", "second"), found, strict=True):
             print(f"{place}: {' '.join(conditions(data)[:2])}")
-        if differ := [key for key, value in found[0].host.items() if value != found[1].host[key]]:
+        if differ := [key for key, value in found[0].host.items() if value != found[1].host.get(key) and key != "id"]:
             print(f"They differ in {', '.join(differ)}: a difference in time may have causes other than the scripts.")
         print(f"\n{records.text(rows) or 'No script was measured in both results.'}")
     except (OSError, ValueError) as error:

@@ -21,8 +21,9 @@ from conftest import ROOT, SCRIPTS, play, press_ctrl_c_at, since
 from measure import device, plots, records, run, tables
 
 LADDER = SCRIPTS[:12]
-HOST = {"device": "cpu", "name": "Made Up(R) 9000", "capability": "AVX2", "torch": "2", "cuda": None, "python": "3"}
-HOST |= {"cores": 2, "system": "Linux", "memory_gib": 8.0, "device_memory_gib": None, "driver": None, "cudnn": None}
+HOST = {"id": "0123abcd", "device": "cpu", "name": "Made Up(R) 9000", "capability": "AVX2", "torch": "2", "cuda": None}
+HOST |= {"python": "3", "cores": 2, "threads": 2, "system": "Linux", "memory_gib": 8.0}
+HOST |= dict.fromkeys(("device_memory_gib", "driver", "cudnn"))
 GPU = HOST | {"device": "cuda", "uuid": "1", "device_memory_gib": 80.0, "driver": "1", "cuda": "1", "cudnn": 91501}
 FLOPS = records.flops_per_token(records.MODELS["nano"], 128)  # per token; test_device.py compares it with PyTorch's
 
@@ -96,6 +97,10 @@ def test_a_line_that_a_kill_cut_in_half_is_dropped_and_nothing_else(tmp_path):
     path.write_bytes(b'{"script": \n' + whole)
     with pytest.raises(ValueError, match="line 1 is not a run"):
         records.read(path)
+    path.write_bytes(whole)
+    records.append(path, line(BASE, SLOW, 2, seq_len=64))
+    with pytest.raises(ValueError, match="runs.jsonl: its runs have different settings"):
+        records.load(tmp_path)
 
 
 # ---- what is derived from it
@@ -139,7 +144,7 @@ def test_a_ratio_is_of_two_runs_on_one_host():
 def test_a_failed_run_is_shown_and_left_out_of_the_figures():
     oom = "a.py: error: out of memory: lower --batch-size or --seq-len"
     lines = line(BASE, SLOW), line(BASE, SLOW, 2), line(ONE, [1.0] * 20, error=oom), line(ONE, FAST, 2)
-    data = records.Measurement("made-up", [*lines, line(TWO, [], error=f"warning\n{oom}\n")])
+    data = records.Measurement("made-up", [*lines, line(TWO, [], error=f"warning\n{oom}\n", steps=20)])
     one, two = data.rows[ONE], data.rows[TWO]
     assert one["over_before"]["high"] == 2 and one["error"] == two["error"] == oom
     assert one["first_step_s"] is None  # the run that compiled failed
@@ -162,7 +167,7 @@ def test_a_precision_that_the_device_lacks_is_not_held_against_it():
 def test_a_speed_up_from_before_a_script_changed_is_left_out(day, gain):
     before, eight = SCRIPTS[7:9]  # ladder.toml: rung 08 changed on 2026-11-28
     lines = [line(script, times) | {"started": day} for script, times in ((BASE, SLOW), (before, SLOW), (eight, FAST))]
-    row = measured(*lines)[eight]
+    row = measured(*lines, line(ONE, SLOW))[eight]  # a run of another script was added later
     assert (row["over_before"] or {}).get("median") == gain and row["over_baseline"]["median"] == 2
 
 
@@ -342,11 +347,11 @@ def test_a_measurement_goes_on_where_it_was_killed_and_repeats_nothing(in_proces
 
 
 def test_the_passes_are_interleaved_and_the_peers_come_right_after_rung_10(in_process):
-    in_process.call("--repeat", 2, "--peers")
+    in_process.call("--repeat", 3, "--peers")
     names = [re.match(r"-m \S+ \S+|\S+", words)[0] for words in in_process.state.ran]
     peers = ["-m measure.peers compiled", "-m measure.peers trainer"]
     first = [*LADDER[:11], *peers, *LADDER[11:]]
-    assert names == [*first, *reversed(first)]
+    assert names == [*first, *reversed(first), *first]
 
 
 def test_options_can_be_added_to_a_measurement(in_process):
@@ -368,14 +373,21 @@ def test_a_script_that_fails_is_a_line_and_is_tried_again(in_process, monkeypatc
     assert [words.split()[0] for words in in_process.state.ran] == [SCRIPTS[3]] and not lines[-1]["error"]
 
 
-def test_if_every_script_fails_so_does_the_measurement(in_process, monkeypatch, capsys):
-    monkeypatch.setattr(run, "execute", lambda *_: ("", "ModuleNotFoundError: No module named 'tiktoken'", 1))
-    with pytest.raises(SystemExit) as end:
-        in_process.call("--repeat", 3, "--only", "01")
-    assert end.value.code == 2 and "run.py: error: every script failed" in capsys.readouterr().err
+def test_if_everything_fails_so_does_the_measurement_and_it_can_be_repeated(in_process, monkeypatch, capsys):
+    ask = run.ask
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "execute", lambda *_: ("", "ModuleNotFoundError: No module named 'tiktoken'", 1))
+        patch.setattr(run, "ask", lambda module, *words: ask(module) if module == "device" else int("no roof"))
+        with pytest.raises(SystemExit) as end:
+            in_process.call("--repeat", 3, "--only", "01")
+    printed = capsys.readouterr()
+    assert end.value.code == 2 and "run.py: error: every script failed" in printed.err
+    assert "No module named 'tiktoken': pip install -r requirements-dev.txt" in printed.out
+    lines = in_process.call("--repeat", 1, "--only", "01")
+    assert [line["error"] is None for line in lines] == 3 * [False] + 3 * [True]
 
 
-@pytest.mark.parametrize("change", ["settings", "a script", "torch", "the GPU"])
+@pytest.mark.parametrize("change", ["settings", "a script", *run.SAME_HOST])
 def test_another_measurement_is_never_mixed_in(in_process, tmp_path, monkeypatch, capsys, change):
     in_process.call("--repeat", 1)
     before, words = (tmp_path / "out" / "runs.jsonl").read_bytes(), ["--repeat", 1]
@@ -384,11 +396,11 @@ def test_another_measurement_is_never_mixed_in(in_process, tmp_path, monkeypatch
     elif change == "a script":
         monkeypatch.setattr(records, "source", lambda *files: str(files))
     else:
-        in_process.state.host = GPU | ({"torch": "3"} if change == "torch" else {"name": "Another GPU"})
+        in_process.state.host = GPU | {change: "other"}
     with pytest.raises(SystemExit):
         in_process.call(*words)
-    said = {"settings": "other settings", "a script": "another version of roof"}
-    said = said.get(change, "another device or version of torch")
+    said = {"settings": "other settings", "a script": "another version of roof", "id": "another machine"}
+    said = said.get(change, f"another {change}")
     assert f"has a measurement of {said}: use another folder" in capsys.readouterr().err
     assert (tmp_path / "out" / "runs.jsonl").read_bytes() == before and not in_process.state.ran
 
@@ -429,17 +441,76 @@ def test_only_the_chosen_gpu_is_visible(in_process, monkeypatch, visible, second
 
 
 def test_clock_and_load_are_read_before_each_run_and_in_its_middle(in_process, monkeypatch):
-    clocks = iter(range(100, 200))
-    monkeypatch.setattr(device, "reading", lambda gpu: {"clock_mhz": next(clocks)})
+    execute, steps = run.execute, []
+
+    def with_steps(words, cache, on_step):
+        for step in range(4):
+            steps.append(step)
+            on_step()
+        return execute(words, cache)
+
+    monkeypatch.setattr(device, "reading", lambda gpu: {"clock_mhz": 1000 + len(steps)})
     monkeypatch.setattr(device, "load", lambda gpu: "other programs use 1.0 CPU cores")
-    execute = run.execute
-    monkeypatch.setattr(
-        run, "execute", lambda words, cache, on_step: (execute(words, cache), [on_step() for _ in range(4)])[0]
-    )
+    monkeypatch.setattr(run, "execute", with_steps)
     roof, base = in_process.call("--only", "baseline", "--repeat", 1)
-    assert roof["gpu"]["before"]["clock_mhz"] == 100 and roof["gpu"]["middle"] == {"clock_mhz": 1}
-    assert base["gpu"]["before"] == {"clock_mhz": 101, "load": "other programs use 1.0 CPU cores"}
-    assert base["gpu"]["middle"] == {"clock_mhz": 102}
+    assert roof["gpu"]["before"]["clock_mhz"] == 1000 and roof["gpu"]["middle"] == {"clock_mhz": 1}
+    assert base["gpu"]["before"] == {"clock_mhz": 1000, "load": "other programs use 1.0 CPU cores"}
+    assert base["gpu"]["middle"] == {"clock_mhz": 1003}  # after the third of four steps
+
+
+def test_the_budget_is_in_minutes_and_leaves_time_for_the_table(in_process, monkeypatch):
+    timers = []
+    monkeypatch.setattr(signal, "setitimer", lambda kind, seconds: timers.append(seconds))
+    in_process.call("--only", "baseline", "--repeat", 1, "--budget", 4)
+    assert timers == [4 * 60 - 15, 0]
+
+
+@pytest.mark.parametrize(
+    "host, found", [(HOST | {"uuid": None}, ("cpu", "nano", 128, 20, 1)), (GPU, ("cuda", "gpt2", 1024, 50, 3))]
+)
+def test_the_defaults_depend_on_the_device(host, found, monkeypatch):
+    monkeypatch.setattr(run, "ask", lambda *_: dict(host))
+    monkeypatch.setattr("sys.argv", ["run.py"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    _, args, _ = run.arguments()
+    run.look(args)
+    assert (args.device, args.model, args.seq_len, args.steps, args.repeat) == found and args.batch_size == 4
+
+
+def test_without_out_a_measurement_of_the_last_day_is_continued_and_no_other(in_process, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    lines = in_process.call("--only", "01", "--repeat", 1)
+    host, results, today = lines[0]["host"], tmp_path / "results", records.now()[:10]
+    todo = [line | {"settings": line["settings"] | {"precision": None}} for line in lines]
+
+    def write(name, days, **changed):
+        (results / name).mkdir(parents=True)
+        for one in lines:
+            records.append(results / name / "runs.jsonl", one | {"started": records.now(days)} | changed)
+
+    assert run.choose(None, todo, host) == (results / f"made-up-r-9000-{today}", [])
+    write("made-up-r-9000-2026-01-01", -2)
+    assert run.choose(None, todo, host) == (results / f"made-up-r-9000-{today}", [])
+    write(f"made-up-r-9000-{today}", 0, source="an edited script")
+    assert run.choose(None, todo, host) == (results / f"made-up-r-9000-{today}-2", [])
+    write("made-up-r-9000-2026-01-02", -0.5)
+    folder, found = run.choose(None, todo, host)
+    assert folder.name == "made-up-r-9000-2026-01-02" and len(found) == len(lines)
+
+
+def test_a_script_does_not_outlive_the_measurement(tmp_path):
+    ids = []
+
+    def press_ctrl_c():
+        ids.append(int((tmp_path / "id").read_text()))
+        raise KeyboardInterrupt
+
+    wait = f"import os, time; open({str(tmp_path / 'id')!r}, 'w').write(str(os.getpid()))\n"
+    wait += "print('step    0', flush=True); time.sleep(600)"
+    with pytest.raises(KeyboardInterrupt):
+        run.execute(["-c", wait], tmp_path, press_ctrl_c)
+    with pytest.raises(ProcessLookupError):
+        os.kill(ids[0], 0)
 
 
 # ---- the real scripts
