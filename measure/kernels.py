@@ -144,10 +144,8 @@ def profile(run):
                 torch.accelerator.synchronize(device)  # wait for queued kernels, which belong to this step
             profiler.step()
 
-        hook = register_optimizer_step_post_hook(end_of_step)
-        with profiler:
+        with profiler, register_optimizer_step_post_hook(end_of_step):
             run()
-        hook.remove()
         if not path.exists():
             sys.exit("kernels.py: error: the profile needs at least 9 steps")
         steps, events = in_steps(json.loads(path.read_text())["traceEvents"])

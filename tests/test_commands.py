@@ -83,6 +83,8 @@ def program_of(command):
         (recipe,) = re.findall(rf"^{words[1]}:.*((?:\n\t.*)*)", makefile, re.MULTILINE)
         program = re.search(r"\.venv/bin/python (?:(\S+\.py)|-m (\S+))", recipe)
         return (program[1] or f"{program[2].replace('.', '/')}.py", args) if program else None
+    if words[1:3] == ["-m", "measure.kernels"]:  # which runs a script with the options
+        return words[3], words[4:]
     if words[1:2] == ["-m"] and words[2].startswith(("dev.", "measure.")):
         return f"{words[2].replace('.', '/')}.py", words[3:]
     # If there are several, the first is a program such as kernels.py, which runs the next one with the options.

@@ -9,7 +9,6 @@ import functools
 import math
 from types import SimpleNamespace
 
-import device
 import numpy as np
 import pytest
 import torch
@@ -33,6 +32,8 @@ from conftest import (
     watch,
 )
 from torch import nn
+
+from measure import device
 
 pytestmark = pytest.mark.usefixtures("no_evaluation")
 CAPABILITIES = dict(torch.cpu.get_capabilities())
