@@ -89,11 +89,13 @@ def test_a_line_that_a_kill_cut_in_half_is_dropped_and_nothing_else(tmp_path):
     records.append(path, first)
     whole = path.read_bytes()
     records.append(path, second)
-    for length in range(len(whole), len(whole) + 40):
-        path.write_bytes((whole + json.dumps(second).encode())[:length])
+    both = path.read_bytes()
+    assert records.read(path) == [first, second]
+    for length in range(len(whole), len(both), 10):
+        path.write_bytes(both[:length])
         assert records.read(path) == [first]
         records.append(path, second)
-        assert records.read(path) == [first, second]
+        assert path.read_bytes() == both
     path.write_bytes(b'{"script": \n' + whole)
     with pytest.raises(ValueError, match="line 1 is not a run"):
         records.read(path)
