@@ -341,13 +341,13 @@ def cells(data):
     table, reserved = [], any((row["profile"] or {}).get("reserved_gib") for row in data.rows.values())
     for row in data.rows.values():
         done, profile = row["median_ms"] is not None, row["profile"] or {}
-        error = f" (a pass failed: {row['error']})" if done and row["error"] else ""
+        error = " (a pass failed)" if done and row["error"] else ""
         before = f" over {short(row['before'])}" if row["kind"] != "rung" and row["over_before"] else ""
         held = f" ({profile['reserved_gib']:.2f})" if profile.get("reserved_gib") else ""
         table.append(
             {
                 "script": row["script"] + error,
-                "ms per step (quartiles)": step(row) if done else row["error"],
+                "ms per step (quartiles)": step(row) if done else "failed",
                 "tokens/s": number(row["tokens_per_s"], ",.0f"),
                 "× baseline": times(row["over_baseline"]),
                 "× previous": times(row["over_before"]) + before,
@@ -366,7 +366,7 @@ def batch_cells(data):
         {
             "rung 10": f"B {row['batch_size']}",
             "compile mode": row["compile_mode"],
-            "ms per step (one run)": row["error"] or number(row["median_ms"], ",.1f"),
+            "ms per step (one run)": "failed" if row["error"] else number(row["median_ms"], ",.1f"),
             "tokens/s": number(row["tokens_per_s"], ",.0f"),
             "model TFLOP/s": number(row["tflops"], ".3g"),
             "of measured peak": number(row["peak_share"], ".0%", f" {row['precision']}"),
@@ -412,11 +412,8 @@ def conditions(data):
         kinds.append(f"{kind} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})")
     if kinds:
         paragraphs.append(f"Attention: {'; '.join(kinds)}.")
-    failed = [
-        f"{one['kind']} {one['script']}: {one['error']}" for one in data.lines if one["error"] and not one["pass"]
-    ]
-    if failed:
-        paragraphs.append(f"Failed: {'; '.join(failed)}.")
+    failed = [f"{line['kind']} {line['script']}: {line['error']}" for line in data.lines if line["error"]]
+    paragraphs += [f"Failed: {'; '.join(failed)}."] if failed else []
     busy = [load for line in runs if (load := ((line["gpu"] or {}).get("before") or {}).get("load"))]
     if busy:
         paragraphs.append(f"The machine was busy before {len(busy)} of {len(runs)} runs ({busy[0]}).")

@@ -151,7 +151,8 @@ def test_a_failed_run_is_shown_and_left_out_of_the_figures():
     assert one["over_before"]["high"] == 2 and one["error"] == two["error"] == oom
     assert one["first_step_s"] is None  # the run that compiled failed
     assert two["median_ms"] is two["over_baseline"] is two["tokens_per_s"] is None
-    assert records.summary(data).count(oom) == 2 and "a pass failed" in records.summary(data)
+    said = records.summary(data)
+    assert said.count(oom) == 2 and f"{ONE} (a pass failed)" in said and re.search(rf"{TWO} +failed", said)
     again = records.Measurement(
         "made-up", [line(ONE, [1.0] * 20, error=oom), line(ONE, FAST)]
     )  # tried again: it worked
