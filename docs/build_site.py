@@ -129,7 +129,7 @@ class Site:
             page=page,
             pair_page=pair_page,
             changed_lines=changed_lines,
-            times=records.times,
+            times=records.speed_up,
             later=LATER,
         )
         # Calls in a page are HTML comments, because GitHub renders the same file and hides HTML comments.
@@ -188,7 +188,7 @@ class Site:
         measured = ""
         for data in self.results.values():
             row = data.rows.get(rung.file, {})
-            gain = records.times(row.get("over_before"))
+            gain = records.speed_up(row.get("over_before"))
             if not rung.before and row.get("median_ms"):
                 gain = f"{row['median_ms']:,.0f} ms per step"
             measured = measured or gain and f"{gain}, {data.label}"

@@ -1,4 +1,4 @@
-"""What the device is and how it is now:  python -m measure.device --device cuda
+"""Describe the device, and read its clock and load:  python -m measure.device --device cuda
 
 This program prints a description of the hardware and the software as JSON. It is a program of its own because a process
 that queries a GPU through PyTorch occupies some of the GPU's memory until it exits.
@@ -21,7 +21,7 @@ import torch
 from torch.utils import collect_env
 from torch.utils.benchmark import Timer
 
-# ---- what it is
+# ---- description
 
 
 def usable(name):
@@ -71,7 +71,7 @@ def describe(device):
         "device_memory_gib": round(module.mem_get_info(device)[1] / 2**30, 1) if cuda else None,
         "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
         "uuid": uuid,
-        "id": hashlib.sha256((uuid or platform.node()).encode()).hexdigest()[:8],  # tells machines apart, names none
+        "id": hashlib.sha256((uuid or platform.node()).encode()).hexdigest()[:8],  # a name that reveals none
         "torch": torch.__version__,
         "cuda": torch.version.cuda or torch.version.hip,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
@@ -84,7 +84,7 @@ def describe(device):
     }
 
 
-# ---- how it is now
+# ---- current state
 
 
 def find_gpu(uuid):

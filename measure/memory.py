@@ -3,19 +3,20 @@
 This program runs two steps of each unmodified script on fake tensors, which have shapes and lifetimes but no values. It
 adds up the sizes of all tensors that exist at the same time, and prints the largest sum of the second step and what it
 consists of. No formula describes the model: the sizes come from the tensors that PyTorch creates and frees. This needs
-no GPU and little memory. A compiled GPT-2 takes about half a minute, GPT-2 XL two minutes.
+no GPU and little memory. A compiled GPT-2 takes about half a minute, and a compiled GPT-2 XL about two minutes. The
+program covers the rungs, and the side rungs that save memory or use several GPUs.
 
 What is predicted:
-* Eager scripts follow PyTorch's rules for CUDA, with --device cpu its rules for the CPU.
-* Compiled scripts: torch.compile generates its code for the CPU, and the code runs with kernels that do nothing. On a
-  GPU, the compiler can fuse a few more or fewer kernels.
-* --ranks N: one of the N processes of ddp_run.py and fsdp_run.py, with two micro-steps per step. PyTorch's fake process
-  group stands in for the other ranks. DDP's own code cannot run on fake tensors; its buckets, which are a second copy
-  of the gradients, are allocated instead.
+* Eager scripts follow PyTorch's rules for CUDA, or for the CPU with --device cpu.
+* For compiled scripts, torch.compile generates CPU code, which runs with kernels that do nothing. On a GPU, the
+  compiler can fuse a few more or fewer kernels.
+* --ranks N predicts one of the N processes of ddp_run.py and fsdp_run.py, with two micro-steps per step. PyTorch's fake
+  process group stands in for the other ranks. DDP's own code cannot run on fake tensors; its buckets, which are a
+  second copy of the gradients, are allocated instead.
 * Not included: the CUDA context, workspaces of cuBLAS, and fragmentation.
 
 --measure also measures the peaks. For each script, it runs python -m measure.memory peak SCRIPT in a process of its
-own. On CUDA, PyTorch's allocator keeps the peak. On a CPU, the process adds up the allocations that torch.profiler
+own. On CUDA, PyTorch's allocator reports the peak. On a CPU, the process adds up the allocations that torch.profiler
 records, which makes the steps slower.
 """
 
@@ -75,7 +76,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 0  # a value for loss.item(), and no signal to stop
+            return 1.0 if args[0].is_floating_point() else 0  # 1.0 for loss.item(); 0 for a count of stop signals
         if func is run_and_save_rng_state:  # the compiler saves the random state before an attention that it recomputes
             out = torch.empty(0, dtype=torch.uint8), args[0](*args[1:], **kwargs)
         elif func is run_with_rng_state:

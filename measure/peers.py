@@ -5,8 +5,8 @@
 
 Both loops use the batches, optimizer, clipping and schedule of speedup_10_fused_adamw.py, without dropout. They
 start from that rung's initial weights, without the rows that pad its vocabulary, because transformers does not pad the
-vocabulary. Their loss curves therefore match the rung's curve. Each loop prints lines in the same format as the rung.
-On a machine with several GPUs, Trainer uses all GPUs that CUDA_VISIBLE_DEVICES lists.
+vocabulary. Their loss curves therefore match the rung's curve up to rounding. Each loop prints lines in the rung's
+format. On a machine with several GPUs, Trainer uses all GPUs that CUDA_VISIBLE_DEVICES lists.
 """
 
 import argparse

@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dev.ladder import title
-from measure.records import times
+from measure.records import speed_up
 
 INK, RUNG, PEER = "#1f2328", "#3b78c4", "#c8702a"
 ALT = {
@@ -73,7 +73,7 @@ def figures(data):
     speeds, colours = [row["tokens_per_s"] for row in rows], [PEER if row["kind"] == "peer" else RUNG for row in rows]
     tokens = axes("tokens", rows, "tokens per second", " and speed-up over baseline")
     shown = tokens.barh([row["script"] for row in rows], speeds, color=colours, height=0.7)
-    labels = [f"{row['tokens_per_s']:,.0f} · {times(row['over_baseline'])}" for row in rows]
+    labels = [f"{row['tokens_per_s']:,.0f} · {speed_up(row['over_baseline'])}" for row in rows]
     tokens.bar_label(shown, labels, padding=4)
     tokens.set_xlim(0, 1.4 * max(speeds))
     tokens.invert_yaxis()
@@ -148,7 +148,7 @@ def held_out(rows):
         steps = np.array(row["runs"][0]["steps"])
         losses = np.array([run["losses"] for run in row["runs"]])
         rate = f", rate {row['max_lr']:g}" if row["max_lr"] else ""
-        # The work is the same at every rate.
+        # The rate does not change the work, so the times of all rates are pooled.
         ms = np.median([run["ms"] for one in rows if one["script"] == script for run in one["runs"] if run["ms"]])
         style = {"color": f"C{place % 10}", "linestyle": "-" if place < 10 else "--"}
         for axes, x in ((left, steps), (right, steps * ms / 1000)):

@@ -2,16 +2,17 @@
 
 Each script trains once per seed, on the first nine tenths of input.txt. A seed sets the initial weights; all runs read
 the same batches. A run is its own process, `python -m measure.quality train SCRIPT`, which ends with a line of JSON.
-Ten times during a run, a hook that PyTorch calls after an optimizer step computes the loss of about eight batches,
-spread over the last tenth of the text, in float32. The script itself is unchanged. The evaluations are not timed.
+About ten times during a run, a hook that PyTorch calls after an optimizer step computes the loss of about eight
+batches, spread over the last tenth of the text, in float32. The script itself is unchanged. The evaluations are not
+timed.
 
-The table compares each rung with the rung before, at the same seed: how many steps and seconds does it need to reach
-the held-out loss that the rung before has at the end? Losses between two evaluations are interpolated. Seconds are
-steps times the run's median step time, so they exclude the compilation.
+For each seed, the table shows how many steps and seconds a rung needs to reach the final held-out loss of the previous
+rung. Losses between two evaluations are interpolated. Seconds are steps times the run's median step time, so they
+exclude the compilation.
 
 With --max-lr, each script runs at each of these learning rates, and each row is compared with the best rate of the
-first script. A run whose loss diverges is shown as such. Each finished run is saved. If you stop the measurement, the
-same command continues it.
+first script. The table marks runs that diverged. Each finished run is saved. To continue a stopped measurement, run the
+same command again.
 """
 
 import argparse
@@ -65,7 +66,7 @@ def evaluate(model, batches):
 
 
 def train(module, max_lr, options):
-    """Run an imported script with these options, and with max_lr as the highest rate of its get_lr() unless None.
+    """Run an imported script with these options. If max_lr is not None, it replaces the highest rate of its get_lr().
 
     Returns a dict with the optimizer steps of the evaluations, their losses in nats per token, and "ms", the time of
     each step without the evaluations. Raises ValueError if the script has no get_lr(), and what the script raises.
@@ -176,8 +177,9 @@ def compare(data):
     Each row has arrays with one value per seed: "times", the median step times in ms, and "losses", the losses at the
     end. Both are infinite for runs that diverged. A row is compared with its "other" row: the rung before or, if there
     are learning rates, the best row of the first script. "differences" are its losses minus those of the other row.
-    "steps" and "seconds" are what it needs to reach the losses of the other row, or infinity. "gain" is the time of all
-    steps of the other row, divided by "seconds", or minus infinity. Without another row, these arrays are empty.
+    "steps" and "seconds" are what it needs to reach the losses of the other row, or infinity. "gain" is the speed-up:
+    the time of all steps of the other row, divided by "seconds". It is minus infinity if the loss is not reached.
+    Without another row, these arrays are empty.
     """
     rows, last = [], data["settings"]["steps"]
     for script, max_lr in itertools.product(data["settings"]["scripts"], data["settings"]["max_lr"]):

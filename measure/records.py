@@ -6,16 +6,17 @@ Each finished run of a script is one line of JSON in results/<device>-<date>/run
     kind        rung, branch, peer, roof (the peaks of the device), profile, or batch (rung 10 at another batch size)
     pass        1, 2, ... for rungs, branches and peers; otherwise null
     settings    model, batch_size, seq_len, steps, the precision that the device could use, compile_mode for a batch
-    source      hash of the program and of input.txt
-    command     the command that measured, commit: the state of the repository
+    source      hash of the program and of input.txt; null before 2026-11-28
+    command     the command that started the measurement
+    commit      the git commit, with a note if tracked files differed from it
     host        the hardware and the versions of the software
-    gpu         clock, power and load before the run and in the middle of it
+    gpu         load before the run; clock, power and temperature of a GPU before the run and in the middle of it
     started     UTC
     step_ms, losses, peak_gib    as the script printed them; null for a roof and a profile
     figures     of a roof and a profile; otherwise null
     error       why the run failed, or null
 
-Nothing in it is derived from something else in it. If a kind of run appears twice, the later line counts.
+No key is computed from other keys. If a run appears twice, the later line counts.
 """
 
 import datetime
@@ -27,7 +28,6 @@ import re
 import shutil
 import signal
 import subprocess
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
@@ -35,7 +35,9 @@ import pandas as pd
 from baseline import MODELS
 from dev.ladder import ROOT, read_ladder, short
 
-KEYS = set("script kind pass settings source command commit host gpu started step_ms losses peak_gib error".split())
+KEYS = set(
+    "script kind pass settings source command commit host gpu started step_ms losses peak_gib figures error".split()
+)
 TEN = "speedup_10_fused_adamw.py"
 PEERS = {"transformers, compiled": ("compiled", "bf16"), "transformers.Trainer": ("trainer", "bf16")}
 # Scripts run without these environment variables, which some containers and job schedulers set. The variables can
@@ -122,7 +124,7 @@ def options(flags):
 
 
 def read(path):
-    """Return the lines of a runs.jsonl as dicts. A last line that a kill cut in half is left out.
+    """Return the lines of a runs.jsonl as dicts. An incomplete last line, left by a killed process, is skipped.
 
     Raises OSError, or ValueError if another line is not a run.
     """
@@ -138,7 +140,7 @@ def read(path):
 
 
 def append(path, line):
-    """Append a run to a runs.jsonl, after removing a last line that a kill cut in half."""
+    """Append a run to a runs.jsonl. First remove an incomplete last line, left by a killed process."""
     with open(path, "ab+") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
@@ -148,7 +150,7 @@ def append(path, line):
 
 
 def key(line):
-    """Return what distinguishes a run from the others of its measurement. Of two with one key, the later counts."""
+    """Return a tuple that identifies a run within its measurement. If two lines have the same key, the later counts."""
     settings = {name: value for name, value in line["settings"].items() if name != "precision"}
     return line["script"], line["kind"], line["pass"], json.dumps(settings, sort_keys=True)
 
@@ -162,7 +164,7 @@ def save(path, data, in_one_line=r"\[[-\d\s.,e]+\]"):
     os.replace(new, path)
 
 
-# ---- what is derived from it
+# ---- values computed from the log
 
 
 def flops_per_token(config, seq_len):
@@ -191,23 +193,19 @@ def rounded(number):
     return float(f"{number:.5g}")
 
 
-@dataclass
 class Measurement:
-    """What tables and plots show of a runs.jsonl.
+    """A measurement: the lines of a runs.jsonl, and the values that the tables and plots show.
 
-    `rows` maps each script to a dict with its runs and what they give: median_ms, quartiles_ms, tokens_per_s, tflops,
-    peak_share (of the measured peak of its precision), over_baseline and over_before (the median, lowest and highest
-    ratio of two runs in one pass on one host), peak_gib, first_step_s (with the compilation), profile and error. What
-    is not known is None. `batches` are such dicts of rung 10 at other batch sizes. `roof` has the figures of the peaks.
+    `rows` maps each script to a dict with its successful runs and the values computed from them: median_ms,
+    quartiles_ms, tokens_per_s, tflops, peak_share (of the measured peak of its precision), over_baseline and
+    over_before (the median, lowest and highest ratio of two runs in one pass on one host), peak_gib, first_step_s (with
+    the compilation), profile and error. Unknown values are None. `batches` lists similar dicts for rung 10 at other
+    batch sizes. `roof` contains the output of measure.roof. `whole` is True if every rung from baseline.py to rung 10
+    has a successful run.
     """
 
-    name: str
-    lines: list
-    rows: dict = field(default_factory=dict)
-    batches: list = field(default_factory=list)
-
-    def __post_init__(self):
-        self.lines = list({key(line): line for line in self.lines}.values())
+    def __init__(self, name, lines):
+        self.name, self.lines = name, list({key(line): line for line in lines}.values())
         self.runs = [line for line in self.lines if line["kind"] in ("rung", "branch", "peer")]
         self.host, self.started = self.lines[0]["host"], self.lines[0]["started"]
         self.finished = max(line["started"] or "" for line in self.lines)
@@ -216,48 +214,46 @@ class Measurement:
             raise ValueError("its runs have different settings")
         self.roof = next((line["figures"] for line in self.lines if line["kind"] == "roof"), None)
         self.peaks = peaks(self.roof) if self.roof else {}
-        ladder = read_ladder()
-        self.order = {rung.file: place for place, rung in enumerate(ladder)} | dict.fromkeys(PEERS, len(ladder) + 1)
+        ladder, good = read_ladder(), [run for run in self.runs if not run["error"]]
         self.before = {rung.file: rung.before for rung in ladder}
         self.changed = {rung.file: rung.changed for rung in ladder}
-        self.whole = {rung.file for rung in ladder if rung.part == "rung" and rung.kind != "scale"} <= {
-            run["script"] for run in self.runs if not run["error"]
-        }
-        self.derive()
-
-    def derive(self):
-        good = [run for run in self.runs if not run["error"]]
-        times = pd.DataFrame(
+        whole = {rung.file for rung in ladder if rung.part == "rung" and rung.kind != "scale"}
+        self.whole = whole <= {run["script"] for run in good}
+        step_times = pd.DataFrame(
             [(run["script"], run["pass"], str(run["host"]), median_ms(run)) for run in good],
             columns=["script", "pass", "host", "ms"],
         ).pivot(index=["pass", "host"], columns="script", values="ms")  # a row per pass and host, a column per script
-        for script in sorted(
-            {run["script"]: None for run in self.runs}, key=lambda one: self.order.get(one, len(self.before))
-        ):
-            runs = [run for run in self.runs if run["script"] == script]
-            done, failed = [run for run in runs if not run["error"]], [run for run in runs if run["error"]]
-            alone = script.removesuffix(" under torchrun")  # a row of older measurements
-            before = self.before.get(script, alone if alone in self.before else TEN)
-            row = {"script": script, "kind": runs[0]["kind"], "before": before, "runs": done}
-            row |= {"error": failed[-1]["error"] if failed else None, "profile": self.profile(script)}
-            row |= dict.fromkeys(("median_ms", "quartiles_ms", "over_baseline", "over_before", "peak_gib"))
-            row |= dict.fromkeys(("tokens_per_s", "tflops", "peak_share", "precision", "first_step_s"))
-            if done:
-                pooled = pd.Series(list(itertools.chain(*(steady(run["step_ms"]) for run in done))))
-                row |= self.speed(done[0]["settings"], times[script].median())
-                row["quartiles_ms"] = [rounded(q) for q in pooled.quantile([0.25, 0.75])]
-                row["over_baseline"] = ratio(times, "baseline.py", script)
-                row["over_before"] = None if self.outdated([script, before]) else ratio(times, before, script)
-                row["peak_gib"] = max((run["peak_gib"] for run in done if run["peak_gib"]), default=None)
-                first = [run["step_ms"][0] for run in done if run["pass"] == 1]
-                row["first_step_s"] = rounded(first[0] / 1000) if first else None
-            self.rows[script] = row
-        for line in self.lines:
-            if line["kind"] == "batch":
-                row = {key: line["settings"][key] for key in ("batch_size", "compile_mode")} | {"error": line["error"]}
-                row |= dict.fromkeys(("median_ms", "tokens_per_s", "tflops", "peak_share", "precision"))
-                self.batches.append(row | ({} if line["error"] else self.speed(line["settings"], median_ms(line))))
+        order = {rung.file: place for place, rung in enumerate(ladder)} | dict.fromkeys(PEERS, len(ladder) + 1)
+        scripts = sorted({run["script"]: 0 for run in self.runs}, key=lambda script: order.get(script, len(ladder)))
+        self.rows = {script: self.row(script, step_times) for script in scripts}
+        self.batches = [self.batch(line) for line in self.lines if line["kind"] == "batch"]
         self.batches.sort(key=lambda row: (row["batch_size"], row["compile_mode"]))
+
+    def row(self, script, step_times):
+        runs = [run for run in self.runs if run["script"] == script]
+        done, failed = [run for run in runs if not run["error"]], [run for run in runs if run["error"]]
+        alone = script.removesuffix(" under torchrun")  # a row of older measurements
+        before = self.before.get(script, alone if alone in self.before else TEN)
+        row = {"script": script, "kind": runs[0]["kind"], "before": before, "runs": done}
+        row |= {"error": failed[-1]["error"] if failed else None, "profile": self.profile(script)}
+        row |= dict.fromkeys(("median_ms", "quartiles_ms", "over_baseline", "over_before", "peak_gib"))
+        row |= dict.fromkeys(("tokens_per_s", "tflops", "peak_share", "precision", "first_step_s"))
+        if not done:
+            return row
+        pooled = pd.Series(list(itertools.chain(*(steady(run["step_ms"]) for run in done))))
+        row |= self.speed(done[0]["settings"], step_times[script].median())
+        row["quartiles_ms"] = [rounded(q) for q in pooled.quantile([0.25, 0.75])]
+        row["over_baseline"] = ratio(step_times, "baseline.py", script)
+        row["over_before"] = None if self.outdated([script, before]) else ratio(step_times, before, script)
+        row["peak_gib"] = max((run["peak_gib"] for run in done if run["peak_gib"]), default=None)
+        first = [run["step_ms"][0] for run in done if run["pass"] == 1]
+        row["first_step_s"] = rounded(first[0] / 1000) if first else None
+        return row
+
+    def batch(self, line):
+        row = {key: line["settings"][key] for key in ("batch_size", "compile_mode")} | {"error": line["error"]}
+        row |= dict.fromkeys(("median_ms", "tokens_per_s", "tflops", "peak_share", "precision"))
+        return row if line["error"] else row | self.speed(line["settings"], median_ms(line))
 
     def speed(self, settings, ms):
         """Return tokens/s, model TFLOP/s and the share of the measured peak for a median step time in ms."""
@@ -289,14 +285,14 @@ class Measurement:
         return f"{'CPU: ' if self.cpu else ''}{self.host['name']}, {self.settings['model']}"
 
 
-def ratio(times, other, script):
+def ratio(step_times, other, script):
     """Return the median, lowest and highest quotient of two scripts' median step times within a pass on one host.
 
-    `times` has a row per pass and host. Without a pass that ran both, the result is None.
+    `step_times` has a row per pass and host. Without a pass that ran both, the result is None.
     """
-    if other not in times:
+    if other not in step_times:
         return None
-    quotients = (times[other] / times[script]).dropna()
+    quotients = (step_times[other] / step_times[script]).dropna()
     if quotients.empty:
         return None
     found = quotients.median(), quotients.min(), quotients.max()
@@ -322,12 +318,12 @@ def number(value, form, after=""):
     return "" if value is None else format(value, form) + after
 
 
-def times(ratio):
+def speed_up(found):
     """Format the result of ratio(): the median and its range, such as 1.52× (1.50–1.55)."""
-    if not ratio:
+    if not found:
         return ""
-    low, high = (f"{ratio[end]:.2f}" for end in ("low", "high"))
-    return f"{ratio['median']:.2f}×{f' ({low}–{high})' if low != high else ''}"
+    low, high = (f"{found[end]:.2f}" for end in ("low", "high"))
+    return f"{found['median']:.2f}×{f' ({low}–{high})' if low != high else ''}"
 
 
 def step(row):
@@ -349,8 +345,8 @@ def cells(data):
                 "script": row["script"] + error,
                 "ms per step (quartiles)": step(row) if done else "failed",
                 "tokens/s": number(row["tokens_per_s"], ",.0f"),
-                "× baseline": times(row["over_baseline"]),
-                "× previous": times(row["over_before"]) + before,
+                "× baseline": speed_up(row["over_baseline"]),
+                "× previous": speed_up(row["over_before"]) + before,
                 "peak GiB (reserved)" if reserved else "peak GiB": number(row["peak_gib"], ".2f", held),
                 "first step, s": number(row["first_step_s"], ".2f"),
                 "model TFLOP/s": number(row["tflops"], ".3g"),

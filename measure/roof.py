@@ -52,7 +52,7 @@ def warm_up(device, seconds=10):
 
 
 def multiply(precision, shape, device):
-    """Return the TFLOP/s of one matmul. Raises RuntimeError if the device or PyTorch does not support it."""
+    """Return the TFLOP/s of one matmul. Raises RuntimeError, AttributeError or ValueError if it is not supported."""
     m, k, n = shape
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     if precision == "tf32":

@@ -2,7 +2,7 @@
 
 This program runs each script in its own process, as a user would, and parses the lines that the script prints. A
 pass runs each script once, with the same model, batch size B and sequence length T. The training loops around
-`transformers` (--peers) run right after rung 10. Each finished run becomes a line of runs.jsonl in
+`transformers` (--peers) run next to rung 10. Each finished run becomes a line of runs.jsonl in
 results/<device>-<date>/. At the end, the program prints the tables and draws the plots.
 
 --repeat R makes R passes over the ladder. Every second pass runs in reverse order (A B C, C B A, A B C ...), to reduce
@@ -11,8 +11,8 @@ the table shows the median of these speed-ups. The most important results are me
 pass over the ladder, the profile, the batch sizes, and further passes.
 
 If Ctrl-C, a crash or --budget ends a measurement early, all completed runs are kept. To continue, run the command
-again: it skips the runs that are in the log and retries those that failed. You can also add options, for example
---peers or more passes.
+again within a day, or name the folder with --out. It then skips the runs that are in the log and retries those that
+failed. You can also add options, for example --peers or more passes.
 """
 
 import argparse
@@ -115,10 +115,11 @@ def plan(args):
     """Return the runs of a measurement in order, each a dict with the script, kind, pass, source and settings."""
     todo, settings = [], {key: getattr(args, key) for key in ("model", "batch_size", "seq_len", "steps")}
 
-    def add(script, kind, precision, number=None, **more):
+    def add(script, kind, precision, pass_number=None, **more):
         files = ["measure/roof.py"] if script == "roof" else ["measure/peers.py", TEN] if script in PEERS else [script]
         files += ["measure/kernels.py"] if kind == "profile" else []
-        run = {"script": script, "kind": kind, "pass": number, "settings": settings | {"precision": precision} | more}
+        run = {"script": script, "kind": kind, "pass": pass_number}
+        run["settings"] = settings | {"precision": precision} | more
         todo.append(run | {"source": records.source(*files)})
 
     found = scripts(args.peers, args.branches, args.only)
@@ -137,11 +138,14 @@ def plan(args):
     return todo
 
 
-def measure(run, args, gpu, cache, on_step):
-    """Execute a run of the plan, and return the keys of its line that come from executing it."""
+def execute_run(run, args, gpu, cache, on_step):
+    """Execute a run of the plan, and return the keys of its line that come from executing it.
+
+    Among them are the settings, with the precision that the device could use.
+    """
     settings, before = run["settings"], device.reading(gpu) | {"load": device.load(gpu)}
     line, middle, steps = {"gpu": {"before": before, "middle": None}, "started": records.now()}, [], settings["steps"]
-    line |= {"step_ms": None, "losses": None, "peak_gib": None, "figures": None, "error": None}
+    line |= {"settings": settings, "step_ms": None, "losses": None, "peak_gib": None, "figures": None, "error": None}
 
     def count():
         on_step()
@@ -158,19 +162,19 @@ def measure(run, args, gpu, cache, on_step):
             text, errors, status = execute(profiler + command(run["script"], flags), cache, count)
             parsed = records.parse(text, errors, status, steps)
             line["gpu"]["middle"] = next(filter(None, middle), None)
-            settings["precision"] = records.precision_used(settings["precision"], text)
+            line["settings"] = settings | {"precision": records.precision_used(settings["precision"], text)}
             if not profiler:
                 line |= parsed
             elif not parsed["error"]:  # a library may print lines after the JSON
-                found = [line for line in text.splitlines() if line.startswith('{"groups_ms"')]
+                found = [said for said in text.splitlines() if said.startswith('{"groups_ms"')]
                 line["figures"] = json.loads(found[-1])
             line["error"] = parsed["error"]
-    except (RuntimeError, ValueError) as error:  # the step times are valid even without the peak
+    except (RuntimeError, ValueError) as error:  # the other runs do not depend on this one
         line["error"] = str(error)
     return line
 
 
-def result(line):
+def one_line(line):
     """Describe a line in a few words for the terminal."""
     load, name = line["gpu"]["before"]["load"], f"{line['kind']}  {line['script']}"
     s, figures = line["settings"], line["figures"]
@@ -181,26 +185,30 @@ def result(line):
     if line["error"]:
         said = line["error"]
     elif line["kind"] == "roof":
-        said = ", ".join(f"{name} {tflops:.3g} TFLOP/s" for name, tflops in records.peaks(figures).items())
+        said = ", ".join(f"{kind} {tflops:.3g} TFLOP/s" for kind, tflops in records.peaks(figures).items())
     else:
         said = f"{sum(figures['groups_ms'].values()) if figures else records.median_ms(line):,.2f} ms"
     return f"{name}: {said}{f' (busy: {load})' if load else ''}"
 
 
-def other(lines, todo, host):
-    """Return what an earlier measurement differs in: its device, settings or scripts. An empty string means nothing."""
-    settings, sources = todo[0]["settings"], {(run["script"], run["kind"]): run["source"] for run in todo}
+def difference(lines, todo, host):
+    """Describe the first difference of an earlier measurement: its machine, software, settings or scripts.
+
+    Return an empty string if there is none.
+    """
+    settings = todo[0]["settings"]  # of the roof: the settings that all runs share
+    sources = {(run["script"], run["kind"]): run["source"] for run in todo}
     for line in lines:
         if key := next((key for key in SAME_HOST if line["host"].get(key) != host[key]), None):
-            return "another machine" if key == "id" else f"another {key}"
+            return "on a different machine" if key == "id" else f"with a different {key}"
         if line["kind"] not in ("profile", "batch") and line["settings"] | {"precision": None} != settings:
-            return "other settings"
+            return "with different settings"
         if line["source"] != sources.get((line["script"], line["kind"]), line["source"]):
-            return f"another version of {line['script']}"
+            return f"with a different {line['script']}"
     return ""
 
 
-def choose(out, todo, host):
+def choose_folder(out, todo, host):
     """Return (folder, its lines): an earlier measurement to continue, or a new folder.
 
     If `out` is None, an earlier measurement of the same device, settings and scripts is continued if its last run is
@@ -213,31 +221,35 @@ def choose(out, todo, host):
         if not (folder / "runs.jsonl").exists():
             continue
         lines = records.read(folder / "runs.jsonl")
-        differs = other(lines, todo, host)
+        differs = difference(lines, todo, host)
         if out and differs:
-            raise ValueError(f"{out} has a measurement of {differs}: use another folder")
+            raise ValueError(f"{out} was measured {differs}: use another folder")
         if out or not differs and any((line["started"] or "") > yesterday for line in lines):
             return folder, lines
     free = itertools.chain([first], (Path(f"{first}-{number}") for number in itertools.count(2)))
     return out or next(folder for folder in free if not folder.exists()), []
 
 
-def missing(todo, lines):
-    """Return the runs of the plan that have no line, or only lines with an error."""
+def runs_left(todo, lines):
+    """Return the runs of the plan that have no line in the log, or only lines with an error."""
     done = {records.key(line) for line in lines if not line["error"]}
     return [run for run in todo if records.key(run) not in done]
 
 
-def check(lines):
+def fail_if_all_failed(lines):
     """Raise RuntimeError if every script in these lines failed."""
     ran = [line for line in lines if line["pass"]]
     if ran and all(line["error"] for line in ran):
         raise RuntimeError("every script failed")
 
 
-def go(todo, lines, folder, args, about, gpu):
-    """Execute what is missing of the plan, and append each run to the log. Raises OSError if it cannot be written."""
-    left, bar = missing(todo, lines), (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+def run_missing(todo, lines, folder, args, about, gpu):
+    """Execute the runs that `lines` lacks, and append the line of each to the log and to `lines`.
+
+    `about` has the keys of a line that are the same for all runs. Raises OSError if the log cannot be written, and
+    RuntimeError if every script fails.
+    """
+    left, bar = runs_left(todo, lines), (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     earlier = len(lines)
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches,  # of compiled kernels, one for each script
@@ -245,22 +257,22 @@ def go(todo, lines, folder, args, about, gpu):
     ):
         task = progress.add_task("")
         for number, run in enumerate(left, start=1):
-            if run["pass"] != 1:
-                check(lines[earlier:])
+            if run["pass"] != 1:  # stop after the first pass if every script failed
+                fail_if_all_failed(lines[earlier:])
             settings, stage = run["settings"], f"pass {run['pass']}/{args.repeat}" if run["pass"] else run["kind"]
             progress.reset(task, total=settings["steps"], description=f"{number}/{len(left)}  {stage}: {run['script']}")
             name = f"{run['script']} {settings['batch_size']} {settings.get('compile_mode', '')}"
             cache = Path(caches, re.sub(r"\W+", "_", name))
-            line = run | about | measure(run, args, gpu, cache, lambda: progress.advance(task))
-            progress.console.print(result(line), highlight=False, markup=False, soft_wrap=True)
+            line = run | about | execute_run(run, args, gpu, cache, lambda: progress.advance(task))
+            progress.console.print(one_line(line), highlight=False, markup=False, soft_wrap=True)
             records.append(folder / "runs.jsonl", line)
             lines.append(line)
-    check(lines[earlier:])
+    fail_if_all_failed(lines[earlier:])
 
 
 def arguments():
     """Return (parser, parsed arguments, this command without --budget and --out)."""
-    how = argparse.ArgumentParser(add_help=False)
+    how = argparse.ArgumentParser(add_help=False)  # options that are not part of the recorded command
     how.add_argument("--budget", type=float, metavar="MINUTES", help="stop after this time and keep the completed runs")
     how.add_argument("--out", type=Path, help="folder for the results, default results/<device>-<date>")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS, parents=[how])
@@ -275,7 +287,7 @@ def arguments():
         nargs="+",
         default=[],
         metavar="NN",
-        help="only these rungs (such as 05 06), and the script that each is compared with",
+        help="only these scripts (such as 05 06 muon), and the script that each is compared with",
     )
     parser.add_argument("--peers", action="store_true", help="also measure loops built on transformers")
     parser.add_argument("--branches", action="store_true", help="also measure the scripts in branches/")
@@ -291,57 +303,69 @@ def arguments():
     return parser, args, shlex.join(["python", "-m", "measure.run", *how.parse_known_args()[1]])
 
 
-def look(args):
-    """Describe the host, and fill in the options that depend on it. Return (the host, its NVML handle or None)."""
+def describe_host(args):
+    """Return (the host, its NVML handle or None), and hide the GPUs that are not measured."""
     host = ask("device", *(["--device", args.device] if args.device else []))
-    args.device, cpu = host["device"], host["device"] == "cpu"
-    if host["device"].startswith("cuda"):  # hide other GPUs: transformers.Trainer uses all visible ones
+    if host["device"].startswith("cuda"):  # transformers.Trainer uses all visible GPUs
         seen, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(host["device"].partition(":")[2] or 0)
         os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[index].strip() if seen else str(index)
-        args.device = host["device"] = "cuda"
+        host["device"] = "cuda"
+    uuid = host.pop("uuid")
+    return host, device.find_gpu(uuid)
+
+
+def fill_defaults(args, host):
+    """Set the options that depend on the device."""
+    args.device, cpu = host["device"], host["device"] == "cpu"
     args.model = args.model or ("nano" if cpu else "gpt2")
     args.seq_len = args.seq_len or (128 if args.model == "nano" else 1024)
     args.steps, args.repeat = args.steps or (20 if cpu else 50), args.repeat or (1 if cpu else 3)
-    return host, device.find_gpu(host.pop("uuid"))
 
 
-def stop(number, _):
+def report(folder, todo, lines):
+    """Print the tables, and how many runs are left, and draw the plots."""
+    if lines:
+        data = records.load(folder)
+        print(f"\n{records.summary(data)}")
+    if left := len(runs_left(todo, lines)):
+        print(f"{left} of {len(todo)} runs are left: run the same command again", flush=True)
+    if lines:
+        plots.draw(data, folder)
+        print(f"plots: {folder}/*.svg")
+
+
+def stop(signum, _):
     """Handle a signal in STOPS: raise SystemExit, which makes execute() stop the running script."""
     for each in STOPS:
         signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the table
-    sys.exit(0 if number == signal.SIGALRM else 128 + number)
+    sys.exit(0 if signum == signal.SIGALRM else 128 + signum)
 
 
 def main():
-    parser, args, line = arguments()
-    for number in STOPS:
-        signal.signal(number, stop)
+    parser, args, command_line = arguments()
+    for signum in STOPS:
+        signal.signal(signum, stop)
     if args.budget:  # leave a few seconds for the table and the plots
         signal.setitimer(signal.ITIMER_REAL, 60 * args.budget - min(15, 15 * args.budget))
     try:
-        host, gpu = look(args)
+        host, gpu = describe_host(args)
+        fill_defaults(args, host)
         todo = plan(args)
-        folder, lines = choose(args.out, todo, host)
-        done = "" if missing(todo, lines) else " (measured already: move the folder away to measure again)"
+        folder, lines = choose_folder(args.out, todo, host)
+        done = "" if runs_left(todo, lines) else " (measured already: move the folder away to measure again)"
         print(f"{args.model}, B {args.batch_size}, T {args.seq_len} -> {folder}{done}", flush=True)
         new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise ValueError(f"{folder}: cannot write there")
         try:
-            go(todo, lines, folder, args, {"command": line, "commit": records.commit(), "host": host}, gpu)
+            about = {"command": command_line, "commit": records.commit(), "host": host}
+            run_missing(todo, lines, folder, args, about, gpu)
             signal.setitimer(signal.ITIMER_REAL, 0)
         finally:
             if new and not lines:
                 folder.rmdir()
-            if lines:
-                data = records.load(folder)
-                print(f"\n{records.summary(data)}")
-            if left := len(missing(todo, lines)):
-                print(f"{left} of {len(todo)} runs are left: run the same command again", flush=True)
-            if lines:
-                plots.draw(data, folder)
-                print(f"plots: {folder}/*.svg")
+            report(folder, todo, lines)
     except SystemExit as end:
         if end.code == 0:
             print("the budget is spent")

@@ -1,16 +1,17 @@
 """Write the generated parts of README.md and docs/pages/, or print results:
 
     python -m measure.tables --pages                        (make figures)
-    python -m measure.tables results/FOLDER                 its tables (make compare)
-    python -m measure.tables results/FOLDER results/FOLDER  both, script by script (make compare)
+    python -m measure.tables results/FOLDER                 prints its tables (make compare)
+    python -m measure.tables results/FOLDER results/FOLDER  compares the two (make compare)
 
 Each generated part is between two comments in its file. Its contents come from ladder.toml, the scripts and results/.
 The pages show the latest measurement of each device and model, GPUs first. Measurements of only some scripts appear
-only in docs/pages/results.md and on the pages of these scripts. --pages also draws the plots in docs/pages/img/.
+only in docs/pages/results.md and on the pages of these scripts. --pages also draws the plots in docs/pages/img/,
+and deletes other SVG files there.
 
-To compare two measurements, the table shows for each script in both of them the two median step times with their
-quartiles, and how many times as fast the second one is. It also shows whether the two interquartile ranges overlap. If
-they do, the difference between the step times may be noise.
+With two folders, the table contains the scripts that were measured in both. It shows their median step times with
+quartiles, how many times as fast the second measurement is, and whether the quartiles overlap. If they overlap, the
+difference may be noise.
 """
 
 import argparse
@@ -20,14 +21,14 @@ from pathlib import Path
 
 from dev.ladder import ROOT, changed_lines, read_ladder, read_toml, title
 from measure import counts, memory, plots, quality, records
-from measure.records import TEN, batch_cells, cells, conditions, number, step, times
+from measure.records import TEN, batch_cells, cells, conditions, number, speed_up, step
 
 OPENS = r"<!-- ([\w-]+), written by `make figures` -->\n"
 BLOCK = re.compile(rf"({OPENS}).*?(<!-- end of \2 -->)", re.DOTALL)
 IMAGES = Path("docs", "pages", "img")
 COUNTED = "gpt2", 4, 1024  # model, B and T of the counts to show, from results/counts.json
 LEARNED = "quality", "quality-optimizer", "muon"  # measurements that quality.py made
-PROFILED = "cpu-amd-epyc-2026-11-23"  # the measurement that docs/pages/transformers.md explains
+PROFILED = "cpu-amd-epyc-2026-11-28"  # the measurement that docs/pages/transformers.md explains
 PEER = "transformers, compiled"
 FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"  # the cards that the README lists
 
@@ -37,8 +38,8 @@ FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"
 def newest(partial=False):
     """Return {folder name: Measurement} with the latest measurement of each device and model.
 
-    With `partial`, only measurements of some of the rungs count; otherwise, only the others. GPT-2 on GPUs comes first,
-    then other models on GPUs, then CPUs. In each group, the latest measurement comes first.
+    By default, only measurements of all rungs from baseline.py to rung 10 count. With `partial`, only the others count.
+    GPT-2 on GPUs comes first, then other models on GPUs, then CPUs. In each group, the latest measurement comes first.
     """
     found, shown = [], {}
     for path in (ROOT / "results").glob("*/runs.jsonl"):
@@ -105,7 +106,7 @@ def ladder(data, log, steps):
                 "idea": f"[{rung.idea}](docs/pages/rungs/{Path(rung.file).stem}.md)",
                 "kind": rung.kind,
                 f"{log['card']}, public log": public.get(rung.file, ""),
-                f"{device}, {data.settings['model']}": times(data.rows.get(rung.file, {}).get("over_before")),
+                f"{device}, {data.settings['model']}": speed_up(data.rows.get(rung.file, {}).get("over_before")),
                 "lines": f"+{added} −{removed}" if rung.before else "",
             }
         )
@@ -219,7 +220,7 @@ def beside(measured, logs, found):
         done = {script: row["median_ms"] for script, row in data.rows.items() if row["median_ms"]}
         if not data.cpu and data.roof and steps.keys() & done.keys():
             about |= {"about": data.label, "ms": {script: done[script] for script in steps if script in done}}
-            about["gains"] = {script: times(row["over_before"]) for script, row in data.rows.items()}
+            about["gains"] = {script: speed_up(row["over_before"]) for script, row in data.rows.items()}
             logs.append((about, counts.Card(data.peaks, data.roof["copy_gb_per_s"])))
     for log, card in logs:
         rows = counts.beside(log["ms"], found["gpt2", log["batch_size"], log["seq_len"]], card)
@@ -400,7 +401,7 @@ def compare(first, second):
                 "first, ms per step (quartiles)": step(row),
                 "second, ms per step (quartiles)": step(other),
                 "times as fast": f"{row['median_ms'] / other['median_ms']:.2f}×",
-                "ranges overlap": "yes" if low <= other_high and other_low <= high else "no",
+                "quartiles overlap": "yes" if low <= other_high and other_low <= high else "no",
             }
         )
     return rows

@@ -120,7 +120,7 @@ def test_a_rungs_page_shows_what_was_measured_beside_what_was_predicted(docs, re
             peak = row["peak_gib"]
             assert (f"{peak:.2f} GiB" if peak else "not measured") in memory
             if before and (ratio := row["over_before"]):
-                assert speed.startswith(records.times(ratio))
+                assert speed.startswith(records.speed_up(ratio))
                 assert ("inconclusive" in speed) == (ratio["low"] < 1 < ratio["high"])
 
 

@@ -394,9 +394,9 @@ def test_another_measurement_is_never_mixed_in(in_process, tmp_path, monkeypatch
         in_process.state.host = GPU | {change: "other"}
     with pytest.raises(SystemExit):
         in_process.call(*words)
-    said = {"settings": "other settings", "a script": "another version of roof", "id": "another machine"}
-    said = said.get(change, f"another {change}")
-    assert f"has a measurement of {said}: use another folder" in capsys.readouterr().err
+    said = {"settings": "with different settings", "a script": "with a different roof", "id": "on a different machine"}
+    said = said.get(change, f"with a different {change}")
+    assert f"was measured {said}: use another folder" in capsys.readouterr().err
     assert (tmp_path / "out" / "runs.jsonl").read_bytes() == before and not in_process.state.ran
 
 
@@ -468,7 +468,7 @@ def test_the_defaults_depend_on_the_device(host, found, monkeypatch):
     monkeypatch.setattr("sys.argv", ["run.py"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     _, args, _ = run.arguments()
-    run.look(args)
+    run.fill_defaults(args, run.describe_host(args)[0])
     assert (args.device, args.model, args.seq_len, args.steps, args.repeat) == found and args.batch_size == 4
 
 
@@ -483,13 +483,13 @@ def test_without_out_a_measurement_of_the_last_day_is_continued_and_no_other(in_
         for one in lines:
             records.append(results / name / "runs.jsonl", one | {"started": records.now(days)} | changed)
 
-    assert run.choose(None, todo, host) == (results / f"made-up-r-9000-{today}", [])
+    assert run.choose_folder(None, todo, host) == (results / f"made-up-r-9000-{today}", [])
     write("made-up-r-9000-2026-01-01", -2)
-    assert run.choose(None, todo, host) == (results / f"made-up-r-9000-{today}", [])
+    assert run.choose_folder(None, todo, host) == (results / f"made-up-r-9000-{today}", [])
     write(f"made-up-r-9000-{today}", 0, source="an edited script")
-    assert run.choose(None, todo, host) == (results / f"made-up-r-9000-{today}-2", [])
+    assert run.choose_folder(None, todo, host) == (results / f"made-up-r-9000-{today}-2", [])
     write("made-up-r-9000-2026-01-02", -0.5)
-    folder, found = run.choose(None, todo, host)
+    folder, found = run.choose_folder(None, todo, host)
     assert folder.name == "made-up-r-9000-2026-01-02" and len(found) == len(lines)
 
 

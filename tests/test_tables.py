@@ -39,7 +39,7 @@ def test_the_pages_and_their_figures_match_the_results(tmp_path):
         ["README.md", *(f"docs/pages/{name}" for name in ("*.md", "*/*.md"))],
     )
     shown = set(re.findall(r"`results/([^/`]+)/runs.jsonl`", (ROOT / "docs/pages/results.md").read_text()))
-    assert shown
+    shown.add(tables.PROFILED)
     for log in root.glob("results/*/runs.jsonl"):  # other folders may contain a reader's own measurements
         if log.parent.name not in shown:
             log.unlink()
