@@ -29,6 +29,7 @@ import functools
 import io
 import json
 import os
+import pkgutil
 import runpy
 import shlex
 import sys
@@ -160,7 +161,8 @@ def patched(values):
     """Replace attributes within this context. `values` maps full names, such as sys.argv, to values."""
     with contextlib.ExitStack() as stack:
         for name, value in values.items():
-            stack.enter_context(mock.patch(name, value))
+            owner, _, attribute = name.rpartition(".")  # in Python 3.10, mock.patch(name) does not find torch.optim.adam
+            stack.enter_context(mock.patch.object(pkgutil.resolve_name(owner), attribute, value))
         yield
 
 
