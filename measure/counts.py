@@ -161,7 +161,7 @@ def patched(values):
     """Replace attributes within this context. `values` maps full names, such as sys.argv, to values."""
     with contextlib.ExitStack() as stack:
         for name, value in values.items():
-            owner, _, attribute = name.rpartition(".")  # in Python 3.10, mock.patch(name) does not find torch.optim.adam
+            owner, _, attribute = name.rpartition(".")  # mock.patch(name) fails on Python 3.10
             stack.enter_context(mock.patch.object(pkgutil.resolve_name(owner), attribute, value))
         yield
 
