@@ -28,7 +28,7 @@ BLOCK = re.compile(rf"({OPENS}).*?(<!-- end of \2 -->)", re.DOTALL)
 IMAGES = Path("docs", "pages", "img")
 COUNTED = "gpt2", 4, 1024  # model, B and T of the counts to show, from results/counts.json
 LEARNED = "quality", "quality-optimizer", "muon"  # measurements that quality.py made
-PROFILED = "cpu-amd-epyc-2026-11-23"  # the measurement that docs/pages/transformers.md explains
+PROFILED = "cpu-amd-epyc-2026-11-28"  # the measurement that docs/pages/transformers.md explains
 PEER = "transformers, compiled"
 FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"  # the cards that the README lists
 
