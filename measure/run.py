@@ -264,9 +264,9 @@ def run_missing(todo, lines, folder, args, about, gpu):
             name = f"{run['script']} {settings['batch_size']} {settings.get('compile_mode', '')}"
             cache = Path(caches, re.sub(r"\W+", "_", name))
             line = run | about | execute_run(run, args, gpu, cache, lambda: progress.advance(task))
-            progress.console.print(one_line(line), highlight=False, markup=False, soft_wrap=True)
             records.append(folder / "runs.jsonl", line)
             lines.append(line)
+            progress.console.print(one_line(line), highlight=False, markup=False, soft_wrap=True)
     fail_if_all_failed(lines[earlier:])
 
 

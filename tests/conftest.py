@@ -469,7 +469,8 @@ def run(tmp_path_factory, inductor_cache):
 
     def run(script, *args, torchrun=None, restarts=0, folder=ROOT, **environment):
         home = tmp_path_factory.mktemp("home")
-        command = [sys.executable, *([str(folder / script)] if script.endswith(".py") else script.split())]
+        program = script.split() if str(script).startswith("-m ") else [str(folder / script)]
+        command = [sys.executable, *program]
         command += map(str, args)
         if torchrun:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
