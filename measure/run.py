@@ -363,7 +363,7 @@ def main():
             run_missing(todo, lines, folder, args, about, gpu)
             signal.setitimer(signal.ITIMER_REAL, 0)
         finally:
-            if new and not lines:
+            if new and not any(folder.iterdir()):
                 folder.rmdir()
             report(folder, todo, lines)
     except SystemExit as end:

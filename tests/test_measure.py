@@ -382,6 +382,17 @@ def test_if_everything_fails_so_does_the_measurement_and_it_can_be_repeated(in_p
     assert [line["error"] is None for line in lines] == 3 * [False] + 3 * [True]
 
 
+def test_a_full_disk_at_the_first_run_is_one_line(in_process, tmp_path, monkeypatch, capsys):
+    def fill(path, line):
+        path.write_text('{"script": "ro')
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records, "append", fill)
+    with pytest.raises(SystemExit) as end:
+        in_process.call("--repeat", 1)
+    assert end.value.code == 2 and "run.py: error: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change", ["settings", "a script", *run.SAME_HOST])
 def test_another_measurement_is_never_mixed_in(in_process, tmp_path, monkeypatch, capsys, change):
     in_process.call("--repeat", 1)
