@@ -244,7 +244,7 @@ def profiles():
     for kind in groups[0]:
         ten, ddp, peer = (group[kind] for group in groups)
         line = {"ms per step": kind, "rung 10": f"{ten:.1f}", "`ddp_run.py`": f"{ddp:.1f}"}
-        more = f"{peer - ten:+.1f}".replace("-", "−")
+        more = f"{round(peer - ten, 1) + 0.0:+.1f}".replace("-", "−")  # + 0.0, because -0.0 prints as -0.0
         lines.append(line | {"`transformers`": f"{peer:.1f}", "difference from rung 10": more})
     s = data.settings
     about = f"{data.label}, B {s['batch_size']}, T {s['seq_len']}, torch {data.host['torch']}"
