@@ -4,33 +4,91 @@ The example above prints the docstring of speedup_02_tf32.py. It then prints git
 to this script, without either docstring.
 On a terminal, the diff is a coloured word diff, or a coloured line diff if the script replaces several adjacent lines.
 If the output is a file or a pipe, the diff is a plain line diff.
+
+The pages and the notebooks contain the same diffs: `make figures` calls the functions from diff() to colab().
 """
 
 import argparse
+import json
 import os
 import re
 import sys
 
-from dev.ladder import ROOT, code_diff, read_ladder, split
+from dev.ladder import ROOT, changed_lines, code_diff, find, read_ladder, read_toml, split
 
 
-def show(rung):
-    """Return a rung's docstring and its diff, with line numbers that count from the start of each file.
+def docstring(script):
+    return split((ROOT / script).read_text(encoding="utf-8"))[0]
+
+
+def numbered(rung, *options):
+    """Return git's diff of a rung without the docstrings, with line numbers that count from the start of each file.
 
     Raises OSError or ValueError.
     """
-    before, after = (split((ROOT / file).read_text(encoding="utf-8"))[0] for file in (rung.before, rung.file))
-    old, new = before.count("\n"), after.count("\n")
+    old, new = (docstring(script).count("\n") for script in (rung.before, rung.file))
+
+    def in_the_file(hunk):
+        return f"@@ -{int(hunk[1]) + old}{hunk[2]} +{int(hunk[3]) + new}"
+
+    return re.sub(r"@@ -(\d+)(\S*) \+(\d+)", in_the_file, code_diff(rung.before, rung.file, *options))
+
+
+def show(rung):
+    """Return a rung's docstring and its diff for a terminal, a file or a pipe. Raises OSError or ValueError."""
     options = ["--color=never"]
     if sys.stdout.isatty():
         removed = re.findall(r"^@@ -\d+,(\d+)", code_diff(rung.before, rung.file, "-U0"), re.MULTILINE)
         several = any(int(lines) > 1 for lines in removed)  # a word diff of several replaced lines is hard to read
         options = ["--color=always"] if several else ["--word-diff=color"]
+    return docstring(rung.file) + numbered(rung, *options)
 
-    def in_the_file(hunk):
-        return f"@@ -{int(hunk[1]) + old}{hunk[2]} +{int(hunk[3]) + new}"
 
-    return after + re.sub(r"@@ -(\d+)(\S*) \+(\d+)", in_the_file, code_diff(rung.before, rung.file, *options))
+def diff(number):
+    """Return a rung's diff as Markdown. `number` is its short name, such as 02 or muon."""
+    rung = find(number)
+    added, removed = changed_lines(rung.before, rung.file)
+    kind = f" Kind: {rung.kind}." if rung.kind else ""
+    hunks = numbered(rung).partition("\n@@ ")
+    return f"""
+From `{rung.before}` to `{rung.file}`: +{added} −{removed} lines without the docstring (`make diff-{number}`).{kind}
+
+```diff
+@@ {hunks[2]}```
+"""
+
+
+def listing(script):
+    """Return a whole script as Markdown."""
+    return f"\n```python\n{(ROOT / script).read_text(encoding='utf-8')}```\n"
+
+
+def in_notebook(text):
+    """Return text as lines of a notebook's cell, which is JSON."""
+    return "\n".join(f"{json.dumps(line, ensure_ascii=False)}," for line in text.splitlines(keepends=True))
+
+
+def address():
+    """Return the repository's address in pyproject.toml, or an empty string."""
+    return read_toml("pyproject.toml")["project"].get("urls", {}).get("Repository", "").removesuffix(".git")
+
+
+def notebook(name):
+    """Return a link from the page of a rung to a notebook. Without an address, it works only in the repository."""
+    root = f"{address()}/blob/main" if address() else "../../.."
+    return f"[`notebooks/{name}.ipynb`]({root}/notebooks/{name}.ipynb)"
+
+
+def repository():
+    """Return the address of the repository as a line of Python."""
+    return f'REPOSITORY = "{address()}"\n'
+
+
+def colab(name):
+    """Return a link that opens a notebook in Colab, if the repository is on GitHub."""
+    _, found, path = address().partition("https://github.com/")
+    page = f"https://colab.research.google.com/github/{path}/blob/main/notebooks/{name}.ipynb"
+    return f"[Open in Colab]({page})\n" if found else "\n"
 
 
 def main():

@@ -35,6 +35,7 @@ class Rung:
     kind: str = ""
     precision: str = ""
     changed: str = ""
+    gpu: bool = False
 
     @property
     def number(self):
@@ -76,6 +77,12 @@ def read_ladder():
         except (KeyError, TypeError, ValueError) as error:  # a missing, unknown or invalid field
             raise ValueError(f"ladder.toml: {row.get('file')}: {error}") from None
     return list(rungs.values())
+
+
+def find(number):
+    """Return the rung with a short name, such as 02, ddp or muon."""
+    (rung,) = (rung for rung in read_ladder() if rung.number == number)
+    return rung
 
 
 def short(script):

@@ -16,6 +16,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from dev.ladder import title
 from measure.records import speed_up
@@ -47,43 +48,61 @@ matplotlib.rcParams.update(
 # ---- a measurement
 
 
-def stacks(axes, names, rows, height):
+def stacks(axes, names, rows):
     """Draw a stacked bar for each row: its step time by group of kernels."""
     left = np.zeros(len(rows))
     for kind, colour in GROUPS.items():
         widths = [row["profile"]["groups_ms"][kind] for row in rows]
-        axes.barh(names, widths, left=left, color=colour, label=kind, height=height)
+        axes.barh(names, widths, left=left, color=colour, label=kind, height=0.7)
         left += widths
-    axes.set_xlabel("milliseconds per step, under the profiler")
     axes.invert_yaxis()
+
+
+def about(data):
+    s = data.settings
+    return f"{s['model']}, B {s['batch_size']}, T {s['seq_len']}, on {'a CPU, ' * data.cpu}{data.host['name']}"
+
+
+def tokens(data, wide=True):
+    """Draw the speed of each script in a records.Measurement, for a wide or a narrow screen."""
+    rows = [row for row in data.rows.values() if row["median_ms"]]
+    figure = Figure(figsize=(10.0 if wide else 4.4, 1.4 + 0.32 * max(8, len(rows))))
+    axes = figure.add_subplot(xlabel="tokens per second")
+    names = [row["script"] if wide or row["kind"] == "peer" else title(row["script"]) for row in rows]
+    speeds, colours = [row["tokens_per_s"] for row in rows], [PEER if row["kind"] == "peer" else RUNG for row in rows]
+    heading = f"{ALT['tokens']} and speed-up over baseline\n{about(data)}"
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=12 if wide else 10)
+    labels = [speed_up(row["over_baseline"]) for row in rows]
+    if wide:
+        labels = [f"{row['tokens_per_s']:,.0f} · {label}" for row, label in zip(rows, labels, strict=True)]
+    axes.bar_label(axes.barh(names, speeds, color=colours, height=0.7), labels, padding=4)
+    axes.set_xlim(0, 1.4 * max(speeds))
+    axes.xaxis.set_major_locator(MaxNLocator(6 if wide else 3))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.invert_yaxis()
+    return figure
 
 
 def figures(data):
     """Return {name: figure} for the figures that a records.Measurement has data for."""
-    rows, made = [row for row in data.rows.values() if row["median_ms"]], {}
-    s = data.settings
-    heading = f"{s['model']}, B {s['batch_size']}, T {s['seq_len']}, on {'a CPU, ' * data.cpu}{data.host['name']}"
+    rows = [row for row in data.rows.values() if row["median_ms"]]
     if not rows:
-        return made
+        return {}
+    made = {"tokens": tokens(data)}
 
-    def axes(name, rows, unit, more=""):
+    def axes(name, rows, unit):
         made[name] = Figure(figsize=(10.0, 1.4 + 0.32 * max(8, len(rows))))
-        return made[name].add_subplot(title=f"{ALT[name]}{more}\n{heading}", xlabel=unit)
+        return made[name].add_subplot(title=f"{ALT[name]}\n{about(data)}", xlabel=unit)
 
-    speeds, colours = [row["tokens_per_s"] for row in rows], [PEER if row["kind"] == "peer" else RUNG for row in rows]
-    tokens = axes("tokens", rows, "tokens per second", " and speed-up over baseline")
-    shown = tokens.barh([row["script"] for row in rows], speeds, color=colours, height=0.7)
-    labels = [f"{row['tokens_per_s']:,.0f} · {speed_up(row['over_baseline'])}" for row in rows]
-    tokens.bar_label(shown, labels, padding=4)
-    tokens.set_xlim(0, 1.4 * max(speeds))
-    tokens.invert_yaxis()
     losses = axes("loss-steps", rows, "step")
     losses.set_ylabel("loss, nats per token")
     for place, row in enumerate(rows):
         style = "-" if row["kind"] == "rung" and place < 10 else "--"
         losses.plot(row["runs"][0]["losses"], style, color=f"C{place % 10}", label=row["script"], linewidth=1.3)
     if profiled := [row for row in data.rows.values() if row["profile"]]:
-        stacks(axes("kernels", profiled, ""), [row["script"] for row in profiled], profiled, height=0.7)
+        stacks(
+            axes("kernels", profiled, "milliseconds per step, profiled"), [row["script"] for row in profiled], profiled
+        )
     for name in made.keys() & {"loss-steps", "kernels"}:
         made[name].axes[0].legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return made
@@ -98,19 +117,19 @@ def draw(data, folder):
 # ---- counts
 
 
-def three_counts(sums, log, wide=True):
-    """Draw four bar plots of scripts: the step time in a public log, and three counts by kernel group.
+def three_counts(sums, data, wide=True):
+    """Draw four bar plots of scripts: the step time in a records.Measurement, and three counts by kernel group.
 
-    `sums` maps each script to {group: (FLOPs, bytes moved, kernels)} at the batch size of the log. The plots are in one
-    row, or in one column for a narrow screen.
+    `sums` maps each script to {group: (FLOPs, bytes moved, kernels)} at the batch size of the measurement. The plots
+    are in one row, or in one column for a narrow screen.
     """
     rows, columns = (1, 4) if wide else (4, 1)
     figure, kinds = Figure(figsize=(10.0, 3.5) if wide else (3.8, 10.4)), [kind for kind in GROUPS if kind != "idle"]
-    names, B = [title(script) for script in sums], log["batch_size"]
+    names, B = [title(script) for script in sums], data.settings["batch_size"]
     plots = ("ms", 1, ",.0f"), ("TFLOP", 1e12, ".2f"), ("GB moved", 1e9, ".0f"), ("kernels", 1, ",.0f")
     for place, (what, unit, form) in enumerate(plots):
         axes, left = figure.add_subplot(rows, columns, place + 1), np.zeros(len(names))
-        whose = f"our counts, batch {B}" if place else f"{log['card']}, batch {B}, public log"
+        whose = f"our counts, batch {B}" if place else f"{data.host['name']}, batch {B}"
         axes.set_title(f"{what} per step\n{whose}", fontsize=10)
         if place:
             for kind in kinds:
@@ -118,9 +137,9 @@ def three_counts(sums, log, wide=True):
                 shown = axes.barh(names, widths, left=left, color=GROUPS[kind], label=kind, height=0.7)
                 left += widths
         else:
-            left = np.array([log["ms"].get(script, 0) for script in sums])
+            left = np.array([data.rows[script]["median_ms"] for script in sums])
             shown = axes.barh(names, left, color=GROUPS["idle"], height=0.7)
-        axes.bar_label(shown, [format(count, form) if count else "not in the log" for count in left], padding=4)
+        axes.bar_label(shown, [format(count, form) for count in left], padding=4)
         axes.set(xlim=(0, 1.45 * left.max()), xticks=[])
         axes.tick_params(labelleft=place % columns == 0)
         axes.invert_yaxis()

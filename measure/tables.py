@@ -1,13 +1,13 @@
-"""Write the generated parts of README.md and docs/pages/, or print results:
+"""Compute the generated parts of README.md and docs/pages/, draw their plots, and print results:
 
-    python -m measure.tables --pages                        (make figures)
+    python -m measure.tables --plots                        draws docs/pages/img/ (make figures)
     python -m measure.tables results/FOLDER                 prints its tables (make compare)
     python -m measure.tables results/FOLDER results/FOLDER  compares the two (make compare)
 
-Each generated part is between two comments in its file. Its contents come from ladder.toml, the scripts and results/.
-The pages show the latest measurement of each device and model, GPUs first. Measurements of only some scripts appear
-only in docs/pages/results.md and on the pages of these scripts. --pages also draws the plots in docs/pages/img/,
-and deletes other SVG files there.
+The pages contain calls of part(), counts_of(), measured() and pretrained() in comments. cog, which `make figures` runs,
+writes the returned Markdown below each call. It comes from ladder.toml, the scripts and results/. The pages show the
+latest measurement of each device and model, GPUs first. Measurements of only some scripts appear only in
+docs/pages/results.md and on the pages of these scripts. --plots also deletes other SVG files in docs/pages/img/.
 
 With two folders, the table contains the scripts that were measured in both. It shows their median step times with
 quartiles, how many times as fast the second measurement is, and whether the quartiles overlap. If they overlap, the
@@ -17,22 +17,28 @@ difference may be noise.
 import argparse
 import json
 import re
+from functools import cache
 from pathlib import Path
 
-from dev.ladder import ROOT, changed_lines, read_ladder, read_toml, title
+from dev.ladder import ROOT, changed_lines, find, read_ladder, read_toml, title
 from measure import counts, memory, plots, quality, records
 from measure.records import TEN, batch_cells, cells, conditions, number, speed_up, step
 
-OPENS = r"<!-- ([\w-]+), written by `make figures` -->\n"
-BLOCK = re.compile(rf"({OPENS}).*?(<!-- end of \2 -->)", re.DOTALL)
 IMAGES = Path("docs", "pages", "img")
 COUNTED = "gpt2", 4, 1024  # model, B and T of the counts to show, from results/counts.json
 LEARNED = "quality", "quality-optimizer", "muon"  # measurements that quality.py made
-PROFILED = "cpu-amd-epyc-2026-11-28"  # the measurement that docs/pages/transformers.md explains
+PROFILED = "cpu-amd-epyc-2026-11-28"  # the measurement that docs/pages/results.md explains
+PRETRAINED = "pretrain-nano-cpu-amd-epyc-2026-11-22"  # a run of pretrain/train.py
 PEER = "transformers, compiled"
 FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"  # the cards that the README lists
 
 # ---- what the pages show
+
+
+@cache
+def recorded():
+    """Return all measurements in results/."""
+    return [records.load(path.parent) for path in (ROOT / "results").glob("*/runs.jsonl")]
 
 
 def newest(partial=False):
@@ -42,8 +48,7 @@ def newest(partial=False):
     GPT-2 on GPUs comes first, then other models on GPUs, then CPUs. In each group, the latest measurement comes first.
     """
     found, shown = [], {}
-    for path in (ROOT / "results").glob("*/runs.jsonl"):
-        data = records.load(path.parent)
+    for data in recorded():
         if data.runs and data.whole != partial:
             gpt2 = not data.cpu and data.settings["model"] == "gpt2"
             found.append((not data.cpu, gpt2, data.finished, data.name, data))
@@ -72,31 +77,27 @@ def percent(ratio):
     return f"{ratio:+.1%}".replace("-", "−")
 
 
-def three_counts(folder, log):
-    """Return the picture of the counts. `folder` is the path from the page to docs/pages/."""
-    alt = f"For each rung: ms per step in {log['short']}, and the TFLOP, GB moved and kernels of one step"
-    narrow = f'<source media="(max-width: 600px)" srcset="{folder}img/counts-narrow.svg">'
-    return f'<picture>\n{narrow}\n<img alt="{alt}" src="{folder}img/counts.svg">\n</picture>'
+def two_sizes(alt, folder, name):
+    """Return a picture with a variant for a narrow screen. `folder` is the path from the page to docs/pages/img/."""
+    narrow = f'<source media="(max-width: 600px)" srcset="{folder}{name}-narrow.svg">'
+    return f'<picture>\n{narrow}\n<img alt="{alt}" src="{folder}{name}.svg">\n</picture>'
 
 
-def picture(data, log):
-    """Return the README's picture with what the ladder gains on our GPU. Without a GPU, it shows the counts."""
+def picture(data, folder):
+    """Return the picture of the front pages, with what the ladder gains on our GPU. See two_sizes() for `folder`."""
     base, ten, s = data.rows["baseline.py"], data.rows[TEN], data.settings
-    if data.cpu or not ten["over_baseline"]:
-        return three_counts("docs/pages/", log)
     gib = [row["peak_gib"] for row in (base, ten) if row["peak_gib"]]
     memory = f", and its peak memory from {gib[0]:.2f} to {gib[1]:.2f} GiB" if len(gib) == 2 else ""
-    alt = f"Tokens per second of each script, measured on {data.label}"
-    return f"""![{alt}](docs/pages/img/{data.name}-tokens.svg)
+    old = " Some rungs have changed since this measurement." if data.outdated(data.changed) else ""
+    shown = two_sizes(f"Tokens per second of each script, measured on {data.label}", folder, "tokens")
+    return f"""{shown}
 
 **What you gain**: on this GPU, rungs 01 to 10 cut a step of `{s["model"]}` at batch size (B) {s["batch_size"]} from
-{base["median_ms"]:,.1f} to {ten["median_ms"]:,.1f} ms ({ten["over_baseline"]["median"]:.2f}×){memory}."""
+{base["median_ms"]:,.1f} to {ten["median_ms"]:,.1f} ms ({ten["over_baseline"]["median"]:.2f}×){memory}.{old}"""
 
 
-def ladder(data, log, steps):
-    """Return the README's table of rungs, with the speed-ups in a public log and in our measurement."""
-    beside = counts.beside(log["ms"], steps, counts.Card.read(log["card"]))
-    public = {row["script"]: row["measured, × previous"] for row in beside}
+def ladder(data):
+    """Return the README's table of rungs, with the speed-ups in a measurement."""
     device, rows = "CPU" if data.cpu else data.host["name"], []
     for rung in [rung for rung in read_ladder() if rung.part == "rung"]:
         added, removed = changed_lines(rung.before, rung.file) if rung.before else (0, 0)
@@ -104,19 +105,20 @@ def ladder(data, log, steps):
             {
                 "rung": f"[{rung.number}]({rung.file})",
                 "idea": f"[{rung.idea}](docs/pages/rungs/{Path(rung.file).stem}.md)",
-                "kind": rung.kind,
-                f"{log['card']}, public log": public.get(rung.file, ""),
+                "kind": rung.kind + ", on a GPU" * rung.gpu,
                 f"{device}, {data.settings['model']}": speed_up(data.rows.get(rung.file, {}).get("over_before")),
                 "lines": f"+{added} −{removed}" if rung.before else "",
             }
         )
-    old = " Rungs without a value have changed since our measurement." if data.outdated(data.changed) else ""
-    cpu = " CPU results do not predict GPU speed-ups." if data.cpu else ""
+    old = (
+        " A value is missing if this rung or the previous one has changed since then."
+        if data.outdated(data.changed)
+        else ""
+    )
     return f"""{table(rows)}
 
-The two columns with × show the speed-up over the previous measured rung, in
-[{log["short"]}](docs/pages/counts.md#beside-measured-steps) and in our measurement ({data.label}; range over the
-passes).{old}{cpu}"""
+The column with × shows the speed-up over the previous rung in our measurement ({data.label}; range over the
+passes).{old} Rungs marked "on a GPU" show nothing on a CPU."""
 
 
 def speeds(published, steps, only=None):
@@ -158,18 +160,16 @@ def ours(measured):
     ]
 
 
-def results(measured, drawn):
-    """Return the content of docs/pages/results.md: all results. Only the first result has plots."""
-    said = [] if any(not data.cpu for data in measured.values()) else ["We have not measured a GPU yet."]
-    for name, data in measured.items():
+def results(measured):
+    """Return the results section of docs/pages/results.md. Only the first result has plots."""
+    said = []
+    for place, (name, data) in enumerate(measured.items()):
         first, *others = conditions(data)
         said.append(f"## {data.label}{'' if data.whole else ', some scripts'}\n\n**{first}** {' '.join(others)}")
         said += [table(rows, code=True) for rows in (cells(data), batch_cells(data)) if rows]
-        images = {kind: f"img/{name}-{kind}.svg" for kind in plots.ALT if f"{name}-{kind}" in drawn}
-        said += [f"![{plots.ALT[kind]}]({images[kind]})" for kind in ("tokens", "kernels") if kind in images]
-        more = [kind for kind in images if kind not in ("tokens", "kernels")]
-        if more:
-            said.append(f"More plots: {', '.join(f'[{plots.ALT[kind].lower()}]({images[kind]})' for kind in more)}.")
+        if place == 0:
+            said.append(two_sizes("Training speed", "img/", "tokens"))
+            said.append("[Loss over steps](img/loss-steps.svg)")
         said.append(f"`results/{name}/runs.jsonl` contains the time and loss of every step.")
     return "\n\n".join(said)
 
@@ -211,9 +211,10 @@ def floors(steps):
 def beside(measured, logs, found):
     """Return, for each log, its table of step times and floors.
 
-    Public logs come first, followed by our measurements on GPUs. The floors for our GPUs use their measured peaks.
+    Public logs come first, followed by our measurements on GPUs. The floors for our GPUs use their measured peaks. Logs
+    whose URL is not known are left out.
     """
-    logs, said = [(log, counts.Card.read(log["card"])) for log in logs], []
+    logs, said = [(log, counts.Card.read(log["card"])) for log in logs if log["url"]], []
     for data in measured.values():
         about = {key: data.settings[key] for key in ("model", "batch_size", "seq_len")}
         steps = found.get(tuple(about.values()), {})
@@ -228,7 +229,7 @@ def beside(measured, logs, found):
             if "gains" in log:  # of our measurements: ratios within a pass
                 row["measured, × previous"] = log["gains"][row["script"]]
             row["script"] = title(row["script"])
-        source = f" ([source]({log['url']}))" if log.get("url") else ""
+        source = f" ([source]({log['url']}))" if "url" in log else ""
         said += [f"**{log['about']}**{source}, B {log['batch_size']}:", table(rows)]
     return "\n\n".join(said)
 
@@ -323,58 +324,168 @@ def learned(name):
     return f"`{command}`, {date}: {about}.\n\n{table(quality.cells(data))}"
 
 
+# ---- the page of a rung
+
+
+@cache
+def measurements():
+    """Return {folder name: Measurement} for the pages. Raises ValueError if none contains the whole ladder."""
+    if not (measured := newest()):
+        raise ValueError("results/ has no measurement of the whole ladder: run make ladder")
+    return measured | newest(partial=True)
+
+
+def counts_of(number):
+    """Return a table of a rung's counts beside the previous rung's, without groups of kernels that hardly differ."""
+    rung, steps, rows = find(number), counts.read_counts()[COUNTED], []
+    names = [script for script in (rung.before, rung.file) if script]
+    per = "B {1}, T {2}".format(*COUNTED)
+
+    def add(what, figures, form):
+        row = {f"a step of `{COUNTED[0]}`, {per}": what}
+        row |= {title(name): format(figure, form) for name, figure in zip(names, figures, strict=True)}
+        if rung.before:
+            first, last = figures
+            change = last / first - 1 if first else 0
+            row["change"] = percent(change) if abs(change) >= 0.0005 else "same" if first == last else "under 0.1%"
+        rows.append(row)
+
+    flops, moved, kernels = zip(*(counts.totals(steps[name]) for name in names), strict=True)
+    add("TFLOP", [one / 1e12 for one in flops], ".2f")
+    add("GB moved", [one / 1e9 for one in moved], ".1f")
+    for kind in plots.GROUPS:
+        group = [counts.totals(steps[name], kind)[1] for name in names]
+        if max(group) - min(group) >= 0.01 * moved[0] or len(group) == 1 and group[0]:
+            add(f"GB moved: {kind}", [one / 1e9 for one in group], ".1f")
+    add("kernels", kernels, ",")
+    about = "These figures are [counted](../counts.md), not measured."
+    return f"\n{table(rows)}\n\n{about}\n"
+
+
+def measured(number):
+    """Return a rung's measurements, each beside the previous rung's, and the predictions for them.
+
+    A measurement of only some scripts appears if no other one for its device and model has the rung.
+    """
+    rung, rows, said = find(number), {}, []
+    for data in measurements().values():
+        row, here = data.rows.get(rung.file), (data.host["name"], data.settings["model"])
+        if here in rows or not row or not (row["median_ms"] or row["error"]):
+            continue
+        ratio = row["over_before"]  # None if one of the two scripts has changed since the measurement
+        pair = [one for one in (ratio and data.rows.get(rung.before), row) if one and one["median_ms"]]
+        rows[here] = {
+            "measurement": f"{data.label}, B {data.settings['batch_size']}, T {data.settings['seq_len']}",
+            "ms per step": " → ".join(f"{one['median_ms']:,.1f}" for one in pair) or row["error"],
+            "speed-up": speed_up(ratio) + ", inconclusive" * bool(ratio and ratio["low"] < 1 < ratio["high"]),
+            "peak GiB": " → ".join(f"{one['peak_gib']:.2f}" for one in pair if one["peak_gib"]),
+            "loss": " → ".join(f"{one['runs'][0]['losses'][-1]:.4f}" for one in pair),
+        }
+    if any("→" in row["ms per step"] for row in rows.values()):
+        said.append(
+            "Arrows lead from the previous script to this one. The losses are training losses of the last step."
+        )
+    for one in read_toml("results/predictions.toml")["prediction"]:
+        low, high = one["ms"].get(rung.file, (0, 0))
+        if high and (found := outcome(rung.file, one, low, high)):
+            said.append(
+                f"Predicted on {one['date']} for {one['device']} at B {one['batch_size']}: {low:,}"
+                f"{f' to {high:,}' * (low != high)} ms per step; {found}."
+            )
+    shown = table(list(rows.values())) if rows else "We have not measured the speed of this script yet."
+    return "\n" + "\n\n".join([shown, *said]) + "\n"
+
+
+def outcome(script, prediction, low, high):
+    """Return how the latest measurement of a script compares with a prediction, or None without a measurement."""
+    wanted, times = [prediction[key] for key in ("device", "model", "seq_len", "batch_size")], []
+    for data in recorded():
+        settings = data.settings
+        rows = [row | {"batch_size": settings["batch_size"]} for row in data.rows.values() if row["script"] == script]
+        rows += [row for row in data.batches if row["compile_mode"] == "default"] if script == TEN else []
+        for row in rows:
+            here = [data.host["name"], settings["model"], settings["seq_len"], row["batch_size"]]
+            if here == wanted and row["median_ms"]:
+                times.append((data.finished, row["median_ms"]))
+    if not times:
+        return None
+    _, ms = max(times)
+    miss = ms / low - 1 if ms < low else ms / high - 1 if ms > high else 0
+    side = f"{abs(miss):.0%} {'above' if miss > 0 else 'below'} this" if abs(miss) > 0.005 else "as predicted"
+    return f"our latest measurement: {ms:,.1f} ms, {side}"
+
+
+def pretrained():
+    """Return the machine, losses and samples of our run of pretrain/train.py."""
+    folder = ROOT / "results" / PRETRAINED
+    machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
+    log = plots.read(folder / "log.jsonl")
+    found, (steps, losses), rows = [row for row in log if "val_loss" in row], plots.curve(log, "loss"), []
+    for before, row in zip([None, *found], found, strict=False):
+        since = losses[(steps >= before["step"]) & (steps < row["step"])].mean() if before else None
+        rows.append(
+            {
+                "step": f"{row['step']:,}",
+                "mean training loss since the previous row": number(since, ".3f"),
+                "validation loss": f"{row['val_loss']:.3f}",
+            }
+        )
+    best = min(found, key=lambda row: row["val_loss"])
+    about = f"{machine['name']}, 1 thread. torch {machine['torch']}, Python {machine['python']}, {machine['system']}."
+    said = [about, "![Training and validation loss of the run](img/pretrained.svg)", table(rows)]
+    for when, row in ("at the lowest validation loss", best), ("at the end", found[-1]):
+        said.append(f"A sample {when} (step {row['step']:,}):\n\n```text\n{row['samples'][0].strip()}\n```")
+    return "\n" + "\n\n".join(said) + "\n"
+
+
 # ---- the pages
 
 
-def parts(measured, partial):
-    """Return ({name: Markdown of a part}, {name: figure}) for whole and partial measurements."""
-    public, found = read_toml("results/public.toml"), counts.read_counts()
-    logs, data = public["log"], next(iter(measured.values()))
-    steps = found["gpt2", logs[0]["batch_size"], logs[0]["seq_len"]]
-    figures = {f"{data.name}-{kind}": figure for kind, figure in plots.figures(data).items()}
-    sums = {script: {kind: counts.totals(step, kind) for kind in plots.GROUPS} for script, step in steps.items()}
-    figures |= {"counts": plots.three_counts(sums, logs[0])}
-    figures |= {"counts-narrow": plots.three_counts(sums, logs[0], wide=False)}
-    figures |= {name: plots.held_out(quality.compare(saved(name))) for name in LEARNED}
+@cache
+def parts():
+    """Return {name: Markdown of a part}."""
+    measured = measurements()
+    whole = {name: data for name, data in measured.items() if data.whole}
+    public, found, data = read_toml("results/public.toml"), counts.read_counts(), next(iter(whole.values()))
+    alt = f"For each rung: ms per step on {data.label}, and the TFLOP, GB moved and kernels of one step"
     return {name: learned(name) for name in LEARNED} | {
-        "picture": picture(data, logs[0]),
-        "counts": three_counts("", logs[0]),
-        "ladder": ladder(data, logs[0], steps),
+        "picture": picture(data, "docs/pages/img/"),
+        "front": picture(data, "img/"),
+        "counts": two_sizes(alt, "img/", "counts"),
+        "ladder": ladder(data),
         "cards": table(speeds(public["speed"], found[COUNTED], FIRST)),
         "speeds": table(speeds(public["speed"], found[COUNTED])),
-        "ours": table(ours(measured)),
+        "ours": table(ours(whole)),
         "counted": table(counted(found)) + f"\n\nCounted with torch {counts.counted_with()}.",
         "floors": table(floors(found["gpt2", 16, 1024])),
-        "beside": beside(measured, logs, found),
+        "beside": beside(whole, public["log"], found),
         "fit": fit(),
         "fit_measured": fit_measured(),
-        "fit_gpu": fit_gpu(measured),
+        "fit_gpu": fit_gpu(whole),
         "profiles": profiles(),
         "peer_counted": peer_counted(),
-        "results": results(measured | partial, figures),
+        "results": results(measured),
         "log": printed(data),
-    }, figures
+    }
 
 
-def with_parts(path, texts):
-    """Return a file's text with updated parts. Raises ValueError if a part is unknown or has no end comment."""
-    text = path.read_text(encoding="utf-8")
-    named, whole = re.findall(OPENS, text), [found[2] for found in BLOCK.finditer(text)]
-    if unknown := set(named) - texts.keys():
-        raise ValueError(f"{path.relative_to(ROOT)}: there is no part {min(unknown)}, only {', '.join(texts)}")
-    if named != whole:
-        raise ValueError(f"{path.relative_to(ROOT)}: a part has no end comment: {', '.join(set(named) - set(whole))}")
-    return BLOCK.sub(lambda found: f"{found[1]}\n{texts[found[2]].strip()}\n\n{found[3]}", text)
+def part(name):
+    """Return a part of a page, with the blank lines that separate it from the comments around it."""
+    return f"\n{parts()[name]}\n"
 
 
-def write_pages():
-    """Write the parts and the plots. Raises ValueError if results/ has no measurement of the whole ladder."""
-    measured = newest()
-    if not measured:
-        raise ValueError("results/ has no measurement of the whole ladder: run make ladder")
-    texts, figures = parts(measured, newest(partial=True))
-    written = {path: with_parts(path, texts) for path in (ROOT / "README.md", *ROOT.glob("docs/pages/**/*.md"))}
-    written |= {ROOT / IMAGES / f"{name}.svg": plots.svg(figure) for name, figure in figures.items()}
+def draw_plots():
+    """Draw the plots of the pages into docs/pages/img/, and delete other SVG files there."""
+    data, found = next(iter(measurements().values())), counts.read_counts()
+    if not (steps := found.get(tuple(data.settings[key] for key in ("model", "batch_size", "seq_len")))):
+        raise ValueError(f"results/counts.json has no counts for the settings of results/{data.name}: run make counts")
+    sums = {script: {kind: counts.totals(step, kind) for kind in plots.GROUPS} for script, step in steps.items()}
+    figures = plots.figures(data) | {name: plots.held_out(quality.compare(saved(name))) for name in LEARNED}
+    figures.pop("kernels", None)
+    figures["tokens-narrow"] = plots.tokens(data, wide=False)
+    figures["counts"], figures["counts-narrow"] = (plots.three_counts(sums, data, wide) for wide in (True, False))
+    figures["pretrained"] = plots.losses({"this run": plots.read(ROOT / "results" / PRETRAINED / "log.jsonl")})
+    written = {ROOT / IMAGES / f"{name}.svg": plots.svg(figure) for name, figure in figures.items()}
     for path, text in written.items():
         path.write_text(text, encoding="utf-8", newline="\n")
     for stale in set((ROOT / IMAGES).glob("*.svg")) - written.keys():
@@ -410,13 +521,13 @@ def compare(first, second):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("folders", nargs="*", type=Path, help="one or two folders in results/")
-    parser.add_argument("--pages", action="store_true", help="write the pages")
+    parser.add_argument("--plots", action="store_true", help="draw the plots of the pages")
     args = parser.parse_args()
-    if args.pages == bool(args.folders) or len(args.folders) > 2:
-        parser.error("expected one folder, two folders, or --pages")
+    if args.plots == bool(args.folders) or len(args.folders) > 2:
+        parser.error("expected one folder, two folders, or --plots")
     try:
-        if args.pages:
-            write_pages()
+        if args.plots:
+            draw_plots()
             return
         found = [records.load(folder) for folder in args.folders]
         if len(found) == 1:
