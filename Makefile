@@ -1,4 +1,6 @@
 PYTHON ?= python3
+# The calls in the pages and notebooks, such as diff("06"), are functions of these two modules.
+COG = .venv/bin/python -m cogapp -PUn utf-8 -p "from dev.diff import *; from measure.tables import *"
 # Three workers for two cores, because tests often wait for a process that they started.
 PYTEST = .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
@@ -7,8 +9,7 @@ PYTEST = .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 help:
 	@echo 'make run         train with rung 10; ARGS="--steps 200" passes options to the script, as in every target with ARGS'
 	@echo 'make diff-03     show what rung 03 changes; also diff-ddp, diff-long, diff-train, and side rungs, such as diff-muon'
-	@echo 'make docs        build the site, with a page for every diff, in docs/site/'
-	@echo 'make notebook    write the notebooks from their templates, ladder.toml and the pages of the rungs'
+	@echo 'make docs        build the site in docs/site/; needs Python 3.11 or later'
 	@echo 'make ladder      measure the scripts on this machine; ARGS="--profile --budget 30"'
 	@echo 'make quality     measure the held-out loss of each rung on nano over five seeds; takes about an hour on a CPU'
 	@echo 'make counts      count the FLOPs, bytes and kernels of each rung, without a GPU; ARGS="--card 4090 --batch-size 16"'
@@ -17,7 +18,7 @@ help:
 	@echo 'make test        run lint and most tests, in 4 minutes; run this before every commit'
 	@echo 'make test-all    run every test, as CI does'
 	@echo 'make propagate   carry an edit of one script into the scripts that build on it; ARGS=baseline.py'
-	@echo 'make figures     write the tables and plots of README.md and docs/pages/ from the scripts and results/'
+	@echo 'make figures     write the diffs, tables and plots of the README, the pages and the notebooks from the scripts and results/'
 
 run: .venv/run
 	.venv/bin/python speedup_10_fused_adamw.py $(ARGS)
@@ -25,11 +26,10 @@ run: .venv/run
 diff-%:
 	@$(PYTHON) -m dev.diff $*
 
-notebook: .venv/dev
-	.venv/bin/python -m notebooks.build_notebooks
-
-docs: .venv/dev
-	.venv/bin/python -m docs.build_site
+docs: .venv/docs
+	@test -x .venv/bin/zensical || { echo 'make docs needs Python 3.11 or later'; exit 1; }
+	cd docs && ../.venv/bin/zensical build --strict
+	@echo 'To read the site: cd docs && ../.venv/bin/zensical serve'
 
 ladder: .venv/dev
 	.venv/bin/python -m measure.run $(ARGS)
@@ -60,15 +60,21 @@ propagate: .venv/dev
 	.venv/bin/python -m dev.propagate $(ARGS)
 
 figures: .venv/dev
-	.venv/bin/python -m measure.tables --pages
+	.venv/bin/python -m measure.tables --plots
+	$(COG) -r --verbosity=1 README.md 'docs/pages/*.md' 'docs/pages/rungs/*.md' 'notebooks/*.ipynb'
 
 .venv/run: requirements.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -r requirements.txt
 	@touch $@
 
-.venv/dev: requirements-dev.txt pretrain/requirements.txt .venv/run
+.venv/dev: requirements-dev.txt docs/requirements.txt pretrain/requirements.txt .venv/run
 	.venv/bin/python -m pip install -r requirements-dev.txt
+	@touch $@
+
+.venv/docs: docs/requirements.txt
+	test -d .venv || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -r docs/requirements.txt
 	@touch $@
 
 # The browser test is skipped without Chromium. The CI image does not include it, so this target installs it in CI.
@@ -77,4 +83,4 @@ chromium:
 		apt-get update && apt-get install -y --no-install-recommends chromium; \
 	fi
 
-.PHONY: chromium compare counts docs figures help ladder lint notebook plot propagate quality run test test-all
+.PHONY: chromium compare counts docs figures help ladder lint plot propagate quality run test test-all
