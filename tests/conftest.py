@@ -116,7 +116,7 @@ def load(script):
 
     A module that ran `from <script> import MODELS` before this call still has the full-size nano.
     """
-    package = Path(script).parent.name in ("dev", "docs", "measure", "notebooks")
+    package = Path(script).parent.name in ("dev", "measure")
     module = importlib.import_module(script.removesuffix(".py").replace("/", ".") if package else Path(script).stem)
     if hasattr(module, "GPTConfig"):
         small = module.GPTConfig(n_layer=2, n_head=2, n_embd=32)
@@ -405,6 +405,18 @@ def copy_project(folder, part=""):
     """
     made = ".* __pycache__ pytest-cache-files-* site runs checkpoints weights.pt shards fineweb10B my-gpt2".split()
     return Path(shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(*made)))
+
+
+def only_committed_results(root):
+    """From a copy of the project, delete a reader's measurements that are neither committed nor on the pages."""
+    pages = (root / "docs" / "pages" / "results.md").read_text(encoding="utf-8")
+    command = ["git", "ls-files", "results/*/runs.jsonl"]
+    listed = subprocess.run(command, cwd=ROOT, env=PLAIN_GIT, capture_output=True, text=True, check=True).stdout.split()
+    for log in root.glob("results/*/runs.jsonl"):
+        name = log.relative_to(root).as_posix()
+        if name not in listed and f"`{name}`" not in pages:
+            log.unlink()
+    return root
 
 
 def commit_all(folder):

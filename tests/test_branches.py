@@ -72,7 +72,7 @@ def test_a_growing_scale_is_not_a_skipped_step(script, monkeypatch):
 def test_it_learns(script, monkeypatch):
     """The loss falls within 30 steps. Without the call to scaler.step(optimizer), it would not.
 
-    In a public notebook without this call, the loss stays at 10.93 for 50 steps (docs/pages/rungs/fp16_grad_scaler.md).
+    In a public notebook without this call, the loss stays at 10.93 for 50 steps.
     """
     lines, _ = train(script, monkeypatch, 30)
     losses = [float(line["loss"]) for line in lines]

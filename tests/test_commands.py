@@ -24,7 +24,6 @@ RUN = {  # command -> the bash line that creates the files it needs; $TRAINED is
     "make run": "",
     ".venv/bin/python baseline.py": "",
     "make diff-06": "",
-    "make notebook": "",
     'make counts ARGS="--model nano --seq-len 128"': "",
     'make quality ARGS="--seeds 3 --steps 50 --out runs/quality-50.json"': "",
     TRAIN: "",
@@ -51,7 +50,7 @@ def found():
 
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-        text = re.sub(r"<!-- (results|quality[a-z-]*|muon), .*?<!-- end of", "", text, flags=re.DOTALL)
+        text = re.sub(r"\[\[\[cog.*?\[\[\[end", "", text, flags=re.DOTALL)  # contains commands of older versions
         blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
         for language, block in blocks.findall(text):
             for line in block.replace("\\\n", "").splitlines() if language in ("", "bash") else ():

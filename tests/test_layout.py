@@ -19,9 +19,7 @@ MAY_READ = {
     "pretrain": {"pretrain"},
     "dev": {"dev", LADDER},
     "measure": {"measure", "dev", LADDER},
-    "docs": {"docs", "measure", "dev"},
-    "notebooks": {"notebooks", "docs", "dev"},
-    "tests": {"tests", "notebooks", "docs", "measure", "dev", "pretrain", "branches", LADDER},
+    "tests": {"tests", "measure", "dev", "pretrain", "branches", LADDER},
 }
 
 
@@ -41,7 +39,7 @@ def part(file):
 def reads(source, files):
     """Return the top-level folders from which a program imports, with LADDER for the root folder."""
     homes = {Path(file).stem: part(file) for file in files if file.endswith(".py") and file.count("/") <= 1}
-    homes |= {folder: folder for folder in ("dev", "docs", "measure", "notebooks")}
+    homes |= {folder: folder for folder in ("dev", "measure")}
     found = set()
     for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -65,7 +63,7 @@ def test_an_import_that_points_the_wrong_way_is_seen(tracked):
 
 
 def test_no_program_changes_where_python_looks_for_modules(tracked):
-    # The notebooks' first cell does, because Jupyter starts in another folder; one test runs scripts in a process.
+    # One test does, because it runs scripts in a process.
     found = [file for file in tracked if file.endswith(".py") and "sys.path" in (ROOT / file).read_text("utf-8")]
     assert not [file for file in found if not file.startswith("tests/")]
 
@@ -74,8 +72,10 @@ def test_uv_and_pip_take_the_versions_that_the_tests_run_with():
     """Each pinned version is within its range in pyproject.toml, which pins torch to the same version."""
     project = read_toml("pyproject.toml")
     ranges = [*project["project"]["dependencies"], *itertools.chain(*project["dependency-groups"].values())]
-    files = ROOT / "requirements.txt", ROOT / "requirements-dev.txt", ROOT / "pretrain" / "requirements.txt"
-    lines = [line for file in files for line in file.read_text().splitlines() if "==" in line.partition("#")[0]]
+    files = "requirements.txt", "requirements-dev.txt", "pretrain/requirements.txt", "docs/requirements.txt"
+    lines = [
+        line for file in files for line in (ROOT / file).read_text().splitlines() if "==" in line.partition("#")[0]
+    ]
     pins = [Requirement(line) for line in lines]
     for needed in map(Requirement, ranges):
         versions = [next(iter(pin.specifier)).version for pin in pins if pin.name == needed.name]
@@ -88,7 +88,8 @@ def test_every_link_of_a_readme_leads_to_a_file(tracked):
     broken = []
     for name in tracked:
         if name.endswith(".md"):
-            for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", (ROOT / name).read_text(encoding="utf-8")):
+            text = (ROOT / name).read_text(encoding="utf-8")
+            for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text) + re.findall(r'src(?:set)?="([^"]+)"', text):
                 if "{" not in link and not link.startswith("http") and not (ROOT / name).parent.joinpath(link).exists():
                     broken.append((name, link))
     assert not broken

@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import ROOT, SCRIPTS, play, press_ctrl_c_at, since
 
-from measure import device, plots, records, run, tables
+from measure import counts, device, plots, records, run, tables
 
 LADDER = SCRIPTS[:12]
 HOST = {"id": "0123abcd", "device": "cpu", "name": "Made Up(R) 9000", "capability": "AVX2", "torch": "2", "cuda": None}
@@ -178,6 +178,7 @@ def test_committed_results_are_logs_of_runs_on_one_machine(path):
 
 def test_the_newest_of_each_device_and_model_is_shown_gpus_first(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "recorded", tables.recorded.__wrapped__)  # without the cache
     for name, kind, model, day, scripts in (
         ("old", "cpu", "nano", 1, LADDER),
         ("new", "cpu", "nano", 2, LADDER),
@@ -236,7 +237,13 @@ def profile(script, ms=1.0):
 
 def test_a_figure_shows_each_row_under_its_own_name():
     lines = line(BASE, SLOW, memory=3.0), line(ONE, FAST), profile(BASE, 2.0), profile(ONE)
-    figures = plots.figures(records.Measurement("made-up", [*lines]))
+    data = records.Measurement("made-up", [*lines])
+    figures = plots.figures(data)
+    _, narrow = shown(plots.tokens(data, wide=False))
+    assert [[name, *bars.values()] for name, bars in narrow.items()] == [
+        ["Baseline", (0, 5120)],
+        ["01 Weight tying", (0, 10240)],
+    ]
     unit, speeds = shown(figures["tokens"])
     assert unit == "tokens per second" and [[*bars.values()] for bars in speeds.values()] == [[(0, 5120)], [(0, 10240)]]
     assert list(speeds) == [BASE, ONE]
@@ -248,6 +255,58 @@ def test_a_figure_shows_each_row_under_its_own_name():
     for name, ms in (BASE, 2.0), (ONE, 1.0):
         lefts = [sum(ms * i for i in range(kind)) for kind in range(len(plots.GROUPS))]
         assert kinds[name] == {kind: (lefts[i], ms * i) for i, kind in enumerate(plots.GROUPS)}
+
+
+def test_a_rungs_page_shows_its_measurements_and_what_was_predicted(monkeypatch):
+    four, five, six = SCRIPTS[4:7]
+
+    def runs(script, *times, **more):
+        return [line(script, [900.0] * 10 + [ms] * 10, number, **more) for number, ms in enumerate(times, start=1)]
+
+    host = GPU | {"name": "Made Up GPU"}
+    gpu = [*runs(BASE, 800.0, 800.0, host=host), *runs(five, 200.0, 210.0, host=host, memory=7.25)]
+    gpu += runs(six, 100.0, 140.0, host=host, memory=2.5)
+    again = [*runs(five, 201.0, 211.0, host=host), *runs(six, 101.0, 141.0, host=host)]  # is not shown
+    cpu = [*runs(four, 300.0, 300.0), *runs(five, 250.0, 260.0), *runs(six, 240.0, 265.0)]
+    found = {name: records.Measurement(name, lines) for name, lines in (("gpu", gpu), ("cpu", cpu), ("again", again))}
+    monkeypatch.setattr(tables, "measurements", lambda: found)
+    predicted = {"date": "2026-01-02", "device": host["name"], "model": "nano", "seq_len": 128}
+    predictions = [predicted | {"batch_size": 4, "ms": {six: [90, 100], five: [205, 300]}}]
+    predictions += [
+        predicted | {"batch_size": 8, "ms": {six: [150, 150]}},
+        predicted | {"batch_size": 4, "ms": {five: [250, 300]}},
+    ]
+    monkeypatch.setattr(tables, "read_toml", lambda name: {"prediction": predictions})
+    monkeypatch.setattr(tables, "recorded", lambda: [found["gpu"]])
+    rows, arrow, *predicted = tables.measured("06").strip().split("\n\n")
+    assert rows.splitlines()[2:] == [
+        "| Made Up GPU, nano, B 4, T 128 | 205.0 → 120.0 | 1.75× (1.50–2.00) | 7.25 → 2.50 | 9.8100 → 9.8100 |",
+        "| CPU: Made Up(R) 9000, nano, B 4, T 128 | 255.0 → 252.5 | 1.01× (0.98–1.04), inconclusive | "
+        "1.50 → 1.50 | 9.8100 → 9.8100 |",
+    ]
+    assert "previous script to this one" in arrow
+    about = "Predicted on 2026-01-02 for Made Up GPU at B"
+    assert predicted == [f"{about} 4: 90 to 100 ms per step; our latest measurement: 120.0 ms, 20% above this."]
+    assert "our latest measurement: 205.0 ms, as predicted." in tables.measured("05")
+    assert "our latest measurement: 205.0 ms, 18% below this." in tables.measured("05")
+    assert tables.measured("09").strip() == "We have not measured the speed of this script yet."
+
+
+def test_a_rungs_page_shows_its_counts_beside_those_of_the_rung_before(monkeypatch):
+    def step(matmul_flops, attention_bytes, times):
+        matmul = counts.Kernel("mm", "matmul", "bf16", matmul_flops, 30e9)
+        return {matmul: 1, counts.Kernel("softmax", "attention", "", 0, attention_bytes): times}
+
+    steps = {SCRIPTS[5]: step(2e12, 4e9, 3), SCRIPTS[6]: step(1.5e12, 0.5e9, 2)}
+    monkeypatch.setattr(counts, "read_counts", lambda: {tables.COUNTED: steps})
+    lines = tables.counts_of("06").strip().splitlines()
+    assert lines[0] == "| a step of `gpt2`, B 4, T 1024 | 05 torch.compile | 06 Flash attention | change |"
+    assert lines[2:6] == [
+        "| TFLOP | 2.00 | 1.50 | −25.0% |",
+        "| GB moved | 42.0 | 31.0 | −26.2% |",
+        "| GB moved: attention | 12.0 | 1.0 | −91.7% |",  # matmuls move the same in both and have no row
+        "| kernels | 4 | 3 | −25.0% |",
+    ]
 
 
 # ---- a measurement of made-up scripts

@@ -9,22 +9,25 @@ import json
 import math
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, RUNGS, copy_project
+from conftest import ROOT, RUNGS, copy_project, only_committed_results
 
 from dev.ladder import changed_lines, read_toml
 from measure import plots, records, tables
+from measure.records import TEN
 
 PUBLIC = read_toml("results/public.toml")
+BASE = "baseline.py"
 
 
 @functools.cache
 def written():
-    """Return the newly generated parts of the README and the pages. Another test checks that the files contain them."""
-    return tables.parts(tables.newest(), tables.newest(partial=True))[0]
+    """Return the generated parts of the README and the pages. `test_docs.py` checks that the files contain them."""
+    return tables.parts()
 
 
 def block(name):
@@ -33,51 +36,48 @@ def block(name):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_the_pages_and_their_figures_match_the_results(tmp_path):
-    root, pages = (
-        copy_project(tmp_path / "project"),
-        ["README.md", *(f"docs/pages/{name}" for name in ("*.md", "*/*.md"))],
-    )
-    shown = set(re.findall(r"`results/([^/`]+)/runs.jsonl`", (ROOT / "docs/pages/results.md").read_text()))
-    shown.add(tables.PROFILED)
-    for log in root.glob("results/*/runs.jsonl"):  # other folders may contain a reader's own measurements
-        if log.parent.name not in shown:
-            log.unlink()
-    images = root / tables.IMAGES
-    shutil.rmtree(images)
-    images.mkdir()
-    for path in (path for name in pages for path in root.glob(name)):  # empty all generated parts
-        path.write_text(tables.BLOCK.sub(r"\1\n\3", path.read_text(encoding="utf-8")), encoding="utf-8")
-    done = subprocess.run([sys.executable, "-m", "measure.tables", "--pages"], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for path in (path for name in pages for path in ROOT.glob(name)):
-        assert (root / path.relative_to(ROOT)).read_bytes() == path.read_bytes(), f"{path} is behind: make figures"
-    drawn, kept = (
-        {path.name: path.read_bytes() for path in folder.glob("*.svg")} for folder in (images, ROOT / tables.IMAGES)
-    )
+def test_the_plots_of_the_pages_match_the_results(tmp_path):
+    """The plots are drawn from results/, and others are deleted. `test_docs.py` checks the tables."""
+    root = only_committed_results(copy_project(tmp_path / "project"))
+    shutil.rmtree(root / tables.IMAGES)
+    (root / tables.IMAGES).mkdir()
+    (root / tables.IMAGES / "stale.svg").touch()
+    subprocess.run([sys.executable, "-m", "measure.tables", "--plots"], cwd=root, check=True)
+    drawn, kept = ({path.name: path.read_bytes() for path in (at / tables.IMAGES).glob("*.svg")} for at in (root, ROOT))
     assert drawn.keys() == kept.keys()
-    if sys.version_info >= (3, 11):  # figures may differ: older Python versions use a different matplotlib version
+    if sys.version_info >= (3, 11):  # plots may differ: older Python versions use a different matplotlib version
         assert drawn == kept, "make figures"
 
 
-def test_the_table_of_rungs_has_what_git_a_public_log_and_our_result_say():
-    data, log = next(iter(tables.newest().values())), PUBLIC["log"][0]
-    ms, rungs = [None], [rung for rung in RUNGS.values() if rung.part == "rung"]
-    for rung, (number, idea, kind, public, ours, lines) in zip(rungs, block("ladder"), strict=True):
+def test_the_run_of_nano_is_shown_with_its_losses_and_its_best_sample():
+    log = [json.loads(line) for line in (ROOT / "results" / tables.PRETRAINED / "log.jsonl").open(encoding="utf-8")]
+    found, text = [row for row in log if "val_loss" in row], tables.pretrained()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| 1"]
+    assert len(cells) == 5 and [row for row in cells if row[0] == "11,880"]
+    for step, training, validation in cells:
+        step, before = int(step.replace(",", "")), int(step.replace(",", "")) - 1188
+        losses = [row["loss"] for row in log if "loss" in row and before <= row["step"] < step]
+        assert len(losses) == 1188 and float(training) == pytest.approx(sum(losses) / 1188, abs=6e-4)
+        assert f"{next(row['val_loss'] for row in found if row['step'] == step):.3f}" == validation
+    assert "lowest validation loss (step 8,316)" in text and min(row["val_loss"] for row in found) == next(
+        row["val_loss"] for row in found if row["step"] == 8316
+    )
+    assert found[7]["samples"][0].strip() in text and found[-1]["samples"][0].strip() in text
+
+
+def test_the_table_of_rungs_has_what_git_and_our_result_say():
+    data = next(iter(tables.newest().values()))
+    rungs = [rung for rung in RUNGS.values() if rung.part == "rung"]
+    for rung, (number, idea, kind, ours, lines) in zip(rungs, block("ladder"), strict=True):
         page = ROOT / idea.rpartition("(")[2].rstrip(")")
-        assert number == f"[{rung.number}]({rung.file})" and idea.startswith(f"[{rung.idea}](") and kind == rung.kind
+        assert number == f"[{rung.number}]({rung.file})" and idea.startswith(f"[{rung.idea}](")
+        assert kind == rung.kind + (", on a GPU" if rung.number in ("02", "07") else "")
         assert page.stem == rung.file.removesuffix(".py") and page.is_file()
         if rung.before:
             assert lines == "+{} −{}".format(*changed_lines(rung.before, rung.file))
             ratio = data.rows[rung.file]["over_before"]
             ends = [f"{ratio[end]:.2f}" for end in ("median", "low", "high")] if ratio else []
             assert re.findall(r"[\d.]+", ours) == (ends if len(set(ends)) > 1 else ends[:1])
-        if (now := log["ms"].get(rung.file)) is not None:
-            assert public == (f"{ms[-1] / now:.2f}×" if ms[-1] else "")
-            ms.append(now)
-        else:
-            assert public == ""
-    assert len(ms) - 1 == len(log["ms"]) == 9
 
 
 def test_mfu_uses_the_peak_in_the_data_sheet():
@@ -102,22 +102,21 @@ def test_mfu_uses_the_peak_in_the_data_sheet():
 
 
 def test_the_speeds_in_the_readme_are_the_measured_ones():
-    def median(script, folder, kind="rung"):
-        times = [
-            sorted(line["step_ms"][10:])
-            for line in records.read(ROOT / "results" / folder / "runs.jsonl")
-            if (line["script"], line["kind"]) == (script, kind)
-        ]
-        middles = sorted((run[len(run) // 2 - 1] + run[len(run) // 2]) / 2 for run in times)
-        return (middles[(len(middles) - 1) // 2] + middles[len(middles) // 2]) / 2
-
-    ten, gpu = "speedup_10_fused_adamw.py", "nvidia-h200-2026-11-27"
-    base, ms = median("baseline.py", gpu), median(ten, gpu)
-    shown = re.search(r"B\) 16 from ([\d.]+) to ([\d.]+) ms \(([\d.]+)×\)", " ".join(written()["picture"].split()))
-    assert list(map(float, shown.groups())) == [pytest.approx(base, abs=0.06), pytest.approx(ms, abs=0.06), 10.66]
-    (row,) = (row for row in block("ours") if row[0] == "NVIDIA H200, gpt2")
-    assert row[1:3] == ["16", "1024"] and float(row[3]) == pytest.approx(ms, abs=0.06)
-    assert int(row[4].replace(",", "")) == pytest.approx(16 * 1024 / ms * 1000, rel=1e-4)
+    name, data = next(iter(tables.newest().items()))
+    lines = [line for line in records.read(ROOT / "results" / name / "runs.jsonl") if line["kind"] == "rung"]
+    found = {(line["script"], line["pass"]): statistics.median(line["step_ms"][10:]) for line in lines}
+    of = {script: {number: ms for (of, number), ms in found.items() if of == script} for script in (BASE, TEN)}
+    base, ten = (statistics.median(times.values()) for times in of.values())
+    ratio = statistics.median(of[BASE][number] / of[TEN][number] for number in of[BASE].keys() & of[TEN].keys())
+    B, T = data.settings["batch_size"], data.settings["seq_len"]
+    shown = re.search(
+        rf"\(B\) {B} from ([\d,.]+) to ([\d,.]+) ms \(([\d.]+)×\)", " ".join(written()["picture"].split())
+    )
+    numbers = [float(number.replace(",", "")) for number in shown.groups()]
+    assert numbers == [pytest.approx(base, abs=0.06), pytest.approx(ten, abs=0.06), pytest.approx(ratio, abs=0.006)]
+    (row,) = (row for row in block("ours") if row[0] == data.label)
+    assert row[1:3] == [str(B), str(T)] and float(row[3].replace(",", "")) == pytest.approx(ten, abs=0.06)
+    assert int(row[4].replace(",", "")) == pytest.approx(B * T / ten * 1000, rel=1e-4)
 
 
 # ---- the plot of a log
