@@ -51,7 +51,7 @@ def diff(number):
     kind = f" Kind: {rung.kind}." if rung.kind else ""
     hunks = numbered(rung).partition("\n@@ ")
     return f"""
-From `{rung.before}` to `{rung.file}`: +{added} −{removed} lines without the docstring (`make diff-{number}`).{kind}
+From `{rung.before}` to `{rung.file}`: +{added} −{removed} lines (`make diff-{number}`).{kind}
 
 ```diff
 @@ {hunks[2]}```

@@ -342,7 +342,7 @@ def counts_of(number):
     per = "B {1}, T {2}".format(*COUNTED)
 
     def add(what, figures, form):
-        row = {f"a step of `{COUNTED[0]}`, {per}": what}
+        row = {f"[counted](../counts.md), a step of `{COUNTED[0]}`, {per}": what}
         row |= {title(name): format(figure, form) for name, figure in zip(names, figures, strict=True)}
         if rung.before:
             first, last = figures
@@ -358,8 +358,7 @@ def counts_of(number):
         if max(group) - min(group) >= 0.01 * moved[0] or len(group) == 1 and group[0]:
             add(f"GB moved: {kind}", [one / 1e9 for one in group], ".1f")
     add("kernels", kernels, ",")
-    about = "These figures are [counted](../counts.md), not measured."
-    return f"\n{table(rows)}\n\n{about}\n"
+    return f"\n{table(rows)}\n"
 
 
 def measured(number):
@@ -376,15 +375,11 @@ def measured(number):
         pair = [one for one in (ratio and data.rows.get(rung.before), row) if one and one["median_ms"]]
         rows[here] = {
             "measurement": f"{data.label}, B {data.settings['batch_size']}, T {data.settings['seq_len']}",
-            "ms per step": " → ".join(f"{one['median_ms']:,.1f}" for one in pair) or row["error"],
+            "ms per step, previous → this": " → ".join(f"{one['median_ms']:,.1f}" for one in pair) or row["error"],
             "speed-up": speed_up(ratio) + ", inconclusive" * bool(ratio and ratio["low"] < 1 < ratio["high"]),
             "peak GiB": " → ".join(f"{one['peak_gib']:.2f}" for one in pair if one["peak_gib"]),
-            "loss": " → ".join(f"{one['runs'][0]['losses'][-1]:.4f}" for one in pair),
+            "training loss, last step": " → ".join(f"{one['runs'][0]['losses'][-1]:.4f}" for one in pair),
         }
-    if any("→" in row["ms per step"] for row in rows.values()):
-        said.append(
-            "Arrows lead from the previous script to this one. The losses are training losses of the last step."
-        )
     for one in read_toml("results/predictions.toml")["prediction"]:
         low, high = one["ms"].get(rung.file, (0, 0))
         if high and (found := outcome(rung.file, one, low, high)):

@@ -278,13 +278,12 @@ def test_a_rungs_page_shows_its_measurements_and_what_was_predicted(monkeypatch)
     ]
     monkeypatch.setattr(tables, "read_toml", lambda name: {"prediction": predictions})
     monkeypatch.setattr(tables, "recorded", lambda: [found["gpu"]])
-    rows, arrow, *predicted = tables.measured("06").strip().split("\n\n")
+    rows, *predicted = tables.measured("06").strip().split("\n\n")
     assert rows.splitlines()[2:] == [
         "| Made Up GPU, nano, B 4, T 128 | 205.0 → 120.0 | 1.75× (1.50–2.00) | 7.25 → 2.50 | 9.8100 → 9.8100 |",
         "| CPU: Made Up(R) 9000, nano, B 4, T 128 | 255.0 → 252.5 | 1.01× (0.98–1.04), inconclusive | "
         "1.50 → 1.50 | 9.8100 → 9.8100 |",
     ]
-    assert "previous script to this one" in arrow
     about = "Predicted on 2026-01-02 for Made Up GPU at B"
     assert predicted == [f"{about} 4: 90 to 100 ms per step; our latest measurement: 120.0 ms, 20% above this."]
     assert "our latest measurement: 205.0 ms, as predicted." in tables.measured("05")
@@ -300,7 +299,10 @@ def test_a_rungs_page_shows_its_counts_beside_those_of_the_rung_before(monkeypat
     steps = {SCRIPTS[5]: step(2e12, 4e9, 3), SCRIPTS[6]: step(1.5e12, 0.5e9, 2)}
     monkeypatch.setattr(counts, "read_counts", lambda: {tables.COUNTED: steps})
     lines = tables.counts_of("06").strip().splitlines()
-    assert lines[0] == "| a step of `gpt2`, B 4, T 1024 | 05 torch.compile | 06 Flash attention | change |"
+    assert (
+        lines[0]
+        == "| [counted](../counts.md), a step of `gpt2`, B 4, T 1024 | 05 torch.compile | 06 Flash attention | change |"
+    )
     assert lines[2:6] == [
         "| TFLOP | 2.00 | 1.50 | −25.0% |",
         "| GB moved | 42.0 | 31.0 | −26.2% |",
