@@ -5,18 +5,24 @@ from pathlib import Path
 
 import long_run
 import torch
+from unattended import allow_any_character, load_checkpoint
 
 
-def config_of(state):
-    """Return the GPTConfig that fits a state dict. Raises KeyError if the state dict is not from a GPT.
+def config_of(saved):
+    """Return the GPTConfig of a checkpoint or of a state dict. Raises KeyError if it is not from a GPT.
 
-    The shapes do not determine the number of heads, which is taken from the entry of MODELS with the same n_embd. For
-    any other n_embd, the head size is 64, as in all GPT-2 models.
+    State dicts and old checkpoints do not contain the number of heads. It is taken from the entry of MODELS with the
+    same n_embd; for any other n_embd, ValueError is raised.
     """
+    if "config" in saved:
+        return long_run.GPTConfig(**saved["config"])
+    state = saved.get("model", saved)
     n_embd = state["transformer.wte.weight"].size(1)
     n_layer = sum(name.endswith(".ln_1.weight") for name in state)
-    n_head = next((config.n_head for config in long_run.MODELS.values() if config.n_embd == n_embd), n_embd // 64 or 1)
-    return long_run.GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+    heads = {config.n_embd: config.n_head for config in long_run.MODELS.values()}
+    if n_embd not in heads:
+        raise ValueError(f"the number of heads is not in the file, and no --model has the hidden size {n_embd}")
+    return long_run.GPTConfig(n_layer=n_layer, n_head=heads[n_embd], n_embd=n_embd)
 
 
 def load_model(source, device="cpu"):
@@ -33,25 +39,25 @@ def load_model(source, device="cpu"):
     path = Path(source)
     try:
         if path.is_dir() and any(path.glob("step_*.pt")):
-            saved = long_run.load_checkpoint(path)
+            saved = load_checkpoint(path)
         elif path.is_file() or path.suffix == ".pt" or (path / "best.pt").exists():
             path = path / "best.pt" if path.is_dir() else path
             saved = torch.load(path, map_location="cpu", weights_only=True)
         else:
             return long_run.GPT.from_pretrained(source).eval().to(device)
-        state = saved.get("model", saved)  # --save writes only the weights
-        model = long_run.GPT(config_of(state))
-        model.load_state_dict(state)
+        model = long_run.GPT(config_of(saved))
+        model.load_state_dict(saved.get("model", saved))  # --save writes only the weights
         return model.eval().to(device)
     except (AttributeError, KeyError) as error:
         raise ValueError(f"{source} does not contain the weights of a GPT: {error!r}") from None
     except Exception as error:  # torch.load raises many exception types for a damaged file
-        name = "" if isinstance(error, long_run.UserError) else f"{source}: "
+        name = "" if str(error).startswith(str(source)) else f"{source}: "
         raise ValueError(name + " ".join(str(error).split())[:300]) from None
 
 
 def model_parser(doc):
     """Return an argument parser for a model and a device. `doc` is the script's docstring."""
+    allow_any_character()
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=doc.splitlines()[0], usage=argparse.SUPPRESS)  # keeps errors short
     parser.add_argument("model", help="a checkpoint, a folder of checkpoints, or GPT-2 weights in Hugging Face format")

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from checkpoint import load_model
+from unattended import allow_any_character
 
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
 TOKENIZER = Path(__file__).resolve().parents[1] / "tokenizer"
@@ -55,6 +56,7 @@ def main():
     parser.add_argument("model", help="a checkpoint, or a folder whose latest checkpoint is used")
     parser.add_argument("folder", type=Path, help="the output folder, which must not exist yet")
     args = parser.parse_args()
+    allow_any_character()
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     if args.folder.exists():
         parser.error(f"{args.folder} already exists")

@@ -3,9 +3,9 @@
     python pretrain/fineweb.py                          writes 10 billion tokens of FineWeb-Edu to pretrain/fineweb10B
     python pretrain/fineweb.py --out shards *.parquet   reads your own files and writes to the folder shards
 
-Your own files can be .parquet or .jsonl with a "text" column, or .txt with one document each. <|endoftext|> precedes
-each document, and a document may continue in the next shard. If a run is killed, run the same command again to
-continue.
+Your own files can be .parquet or .jsonl with a "text" column, or .txt with one document each. Other columns are not
+read. <|endoftext|> precedes each document, and a document may continue in the next shard. If a run is killed, run the
+same command again to continue.
 
 Shards have llm.c's format (https://github.com/karpathy/llm.c): a header of 256 int32 values, then the tokens as uint16.
 Both are little-endian. The header begins with the magic number 20240520, the version number 1 and the number of tokens.
@@ -14,8 +14,6 @@ each shard stores its checksum in sha256sum's format.
 """
 
 import argparse
-import contextlib
-import glob
 import hashlib
 import itertools
 import json
@@ -32,8 +30,10 @@ import tiktoken
 from tqdm import tqdm
 
 MAGIC, VERSION, HEADER_BYTES, VOCABULARY = 20240520, 1, 1024, 50257
-BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}  # load_dataset's builders
+KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 CHUNK = 1024  # documents to read and tokenize together
+# No token of GPT-2 spans this place: before the last of several spaces. Only Python counts \x1c to \x1f as spaces.
+BOUNDARY = re.compile(r"(?<=\s)(?=[^\S\x1c-\x1f]\S)")
 
 
 class DataError(ValueError):
@@ -46,8 +46,6 @@ class Shard:
     def __init__(self, path):
         self.path = Path(path)
         header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
-        if header[:2].tobytes() == b"GPTSHARD":
-            raise DataError(f"{path} has an old, unsupported format: run pretrain/fineweb.py into another folder")
         if len(header) < HEADER_BYTES // 4 or (header[0], header[1]) != (MAGIC, VERSION):
             raise DataError(f"{path} is not a shard of GPT-2 tokens in llm.c's format, version {VERSION}")
         self.count, size = int(header[2]), os.path.getsize(path)
@@ -112,68 +110,92 @@ def write_shard(path, tokens):
     replace(path, data)
 
 
-def open_rows(files, columns, dataset=None, **config):
-    """Return a stream of rows with these columns from local files of one kind or, without files, from a hub dataset.
+def hub_files(dataset, split, **config):
+    """Return the addresses (hf://...) of a dataset's files on the hub. Raises DataError with a one-line message."""
+    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}  # otherwise, each retry warns
+    from datasets import load_dataset_builder
 
-    Raises DataError with a one-line message if a file is missing or the dataset cannot be loaded from the hub.
-    """
-    quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    os.environ |= quiet | {"HF_HUB_VERBOSITY": "error"}  # otherwise, each retry prints a warning
-    from datasets import IterableDataset, load_dataset, logging
-
-    def whole_texts():  # instead of load_dataset, which would change line endings
-        for file in files:
-            try:
-                yield {columns[0]: Path(file).read_bytes().decode("utf-8")}
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{file}: {error}") from None
-
-    logging.set_verbosity(logging.CRITICAL)  # the caller reports errors
-    if files and Path(files[0]).suffix == ".txt":
-        return IterableDataset.from_generator(whole_texts)
-    for file in files:
-        if not os.path.isfile(file):
-            raise DataError(f"{file} is not a file")
-    if files:
-        names = [glob.escape(str(Path(file).resolve())) for file in files]  # for load_dataset, [ begins a pattern
-        dataset, config = BUILDERS.get(Path(files[0]).suffix, "json"), {"data_files": names, "split": "train"}
     try:
-        return load_dataset(dataset, streaming=True, **config).select_columns(columns)
-    except Exception as error:  # load_dataset raises many exception types
-        if files:
-            raise
+        return [str(file) for file in load_dataset_builder(dataset, **config).config.data_files[split]]
+    except Exception as error:  # load_dataset_builder raises many exception types
         hint = "without a network, give local files (the dataset's own files work unchanged)"
         raise DataError(f"loading from the hub failed; {hint}: {' '.join(str(error).split())[:200]}") from None
 
 
-def tokenized(texts, column):
-    """Yield (the stream's state before a chunk, the chunk's tokens as uint16). A chunk is up to CHUNK documents.
+def rows_of(file, name, columns):
+    """Return an iterator over the rows (dicts) of an open file. From a Parquet file, only these columns are read."""
+    kind = KINDS.get(Path(str(name).removesuffix(".gz")).suffix)
+    if kind == "parquet":
+        from pyarrow.parquet import ParquetFile
 
-    Raises ValueError if a row has no text.
+        batches = ParquetFile(file).iter_batches(CHUNK, columns=list(columns))
+        return itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+    if kind == "json":
+        is_array = file.read(1) == b"["  # otherwise, each line is a row
+        file.seek(0)
+        return iter(json.load(file)) if is_array else (json.loads(line) for line in file if line.strip())
+    if kind == "text":
+        return iter([{column: file.read().decode("utf-8") for column in columns}])
+    raise ValueError(f"not one of {', '.join(KINDS)}")
+
+
+def read_rows(files, columns, start=(0, 0)):
+    """Yield (index of the file, index of the row, the row as a dict), from the place `start` on.
+
+    `files` contains paths or addresses from hub_files(), and `columns` the type of each column that is needed. Raises
+    DataError, which names the file and the row, if a file cannot be read or a value has another type.
+    """
+    import fsspec
+
+    for i, name in [*enumerate(files)][start[0] :]:
+        row = 0
+        try:
+            with fsspec.open(name, compression="infer") if "://" in str(name) else open(name, "rb") as file:
+                for values in rows_of(file, name, columns):
+                    if not isinstance(values, dict):
+                        raise ValueError(f"{type(values).__name__} instead of an object")
+                    for column, kind in columns.items():
+                        if not isinstance(value := values.get(column), kind):
+                            found = "null" if value is None else type(value).__name__
+                            raise ValueError(f"the column {column} is {found if column in values else 'missing'}")
+                    if (i, row) >= tuple(start):
+                        yield i, row, values
+                    row += 1
+        except Exception as error:  # the hub and the libraries raise many exception types
+            where = name if isinstance(error, FileNotFoundError) else f"{name}, row {row + 1}"
+            reason = getattr(error, "strerror", None) or getattr(error, "msg", None) or str(error)
+            raise DataError(f"{where}: {' '.join(reason.split())[:300]}") from None
+
+
+def tokenized(rows, column):
+    """Yield (place of a chunk's first document, the chunk's tokens, [(place, exception) of each failed document]).
+
+    A chunk is up to CHUNK documents. A place is (index of the file, index of the row). The tokens are uint16.
     """
     os.environ["TIKTOKEN_CACHE_DIR"] = str(Path(__file__).resolve().parents[1] / "tokenizer")
-    encoding, rows, pool = tiktoken.get_encoding("gpt2"), iter(texts), ThreadPoolExecutor()
+    encoding, pool = tiktoken.get_encoding("gpt2"), ThreadPoolExecutor()
 
     def encode(text):
-        tokens = encoding.encode_to_numpy(text, disallowed_special=())  # treat <|endoftext|> as plain text
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate becomes U+FFFD
+        try:
+            tokens = encoding.encode_to_numpy(text, disallowed_special=())  # treat <|endoftext|> as plain text
+        except ValueError:  # tiktoken cannot split a million spaces from the word that follows them
+            pieces = BOUNDARY.split(text)
+            tokens = np.concatenate([encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces])
         return np.append(encoding.eot_token, tokens).astype(np.uint16)
 
-    while True:
-        before = texts.state_dict()
-        chunk = [row[column] for row in itertools.islice(rows, CHUNK)]
-        if not all(isinstance(text, str) for text in chunk):
-            raise ValueError(f"a row has no text in the column {column}")
-        if not chunk:
-            return
-        yield before, np.concatenate(list(pool.map(encode, chunk)))  # on all cores: tiktoken releases the GIL
+    while chunk := list(itertools.islice(rows, CHUNK)):
+        done = [pool.submit(encode, values[column]) for *_, values in chunk]  # on all cores: tiktoken releases the GIL
+        failed = [(place, one.exception()) for (*place, _), one in zip(chunk, done, strict=True) if one.exception()]
+        tokens = [one.result() for one in done if not one.exception()]
+        yield chunk[0][:2], np.concatenate([np.empty(0, np.uint16), *tokens]), failed
 
 
 def write(args, done):
     """Write the remaining shards and update progress.json. `done` is from begin(). Raises OSError, ValueError."""
-    texts = open_rows(args.files, [args.column], args.dataset, name=args.name, split="train")
-    if done["before"]:
-        texts.load_state_dict(done["before"])
-    size, skip, pieces = args.shard_size, done["skip"], []
+    files = args.files or hub_files(args.dataset, "train", name=args.name)
+    rows = read_rows(files, {args.column: str}, done["start"])
+    size, skip, skipped, pieces = args.shard_size, done["skip"], done["skipped"], []
 
     def finish(parts, **where):
         for part in parts:
@@ -183,7 +205,7 @@ def write(args, done):
         replace(args.out / "progress.json", json.dumps(done).encode())
 
     with tqdm(unit=" tokens", unit_scale=True, initial=done["tokens"]) as bar:
-        for before, tokens in tokenized(texts, args.column):
+        for start, tokens, failed in tokenized(rows, args.column):
             pieces.append(tokens[skip:])  # earlier shards contain the skipped tokens
             bar.update(len(tokens) - skip)
             skip = 0
@@ -191,19 +213,22 @@ def write(args, done):
                 joined = np.concatenate(pieces)
                 full, rest = np.split(joined, [len(joined) // size * size])
                 pieces = [rest]  # tokens that do not fill a shard yet
-                finish(full.reshape(-1, size), before=before, skip=len(tokens) - len(rest))
+                finish(full.reshape(-1, size), start=start, skip=len(tokens) - len(rest), skipped=skipped)
+            for (i, row), error in failed:
+                bar.write(f"left out: {files[i]}, row {row + 1}: {error}", file=sys.stderr)
+            skipped += len(failed)
     rest = np.concatenate([np.empty(0, np.uint16), *pieces])
     cut = 0 if done["shards"] else -(-len(rest) // 10)  # no shard is full: hold out a tenth for validation
     parts = [part for part in np.split(rest, [cut]) if len(part)]
     if done["shards"] + len(parts) < 2:
         raise ValueError(f"{done['tokens'] + len(rest)} tokens do not fill two shards of {size}, one for validation")
-    finish(parts, end=True)
+    finish(parts, end=True, skipped=skipped)
 
 
 def begin(args):
     """Return the progress of the run in args.out. Raises OSError, or ValueError if a different command began it."""
     source = vars(args) | {"out": None, "files": [[file, os.path.getsize(file)] for file in args.files]}
-    done = {"source": source, "shards": 0, "tokens": 0, "before": None, "skip": 0, "end": False}
+    done = {"source": source, "shards": 0, "tokens": 0, "start": [0, 0], "skip": 0, "skipped": 0, "end": False}
     shards, progress = [Shard(path) for path in sorted(args.out.glob("*.bin"))], args.out / "progress.json"
     if progress.exists():
         theirs = json.loads(progress.read_text(encoding="utf-8"))
@@ -231,13 +256,13 @@ def main():
     if not 2 <= args.shard_size < 2**31:
         parser.error("--shard-size must be at least 2 and less than 2**31")
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character of the path
     for file in args.files:
         if not os.path.isfile(file):
             parser.error(f"{file} is not a file")
-        if Path(file).suffix not in BUILDERS:
+        if Path(file).suffix not in KINDS:
             parser.error(f"{file} is not a .txt, .jsonl or .parquet file")
-    if len({BUILDERS[Path(file).suffix] for file in args.files}) > 1:
-        parser.error("give files of one kind only, and use another --out for the rest")
     try:
         done = begin(args)
     except (OSError, ValueError) as error:
@@ -248,12 +273,12 @@ def main():
     except Exception as error:  # the hub and the libraries raise many exception types
         if not any(args.out.glob("*.bin")):
             (args.out / "progress.json").unlink()
-            with contextlib.suppress(OSError):
-                args.out.rmdir()  # only works if the folder is empty
-        where = " ".join(args.files[:3]) or f"{args.dataset} on the hub"
-        reason = " ".join(str(error).split())[:300] or "it contains no text"
-        parser.exit(1 if done["shards"] else 2, f"{parser.prog}: error: {where} to {args.out}: {reason}\n")
-    print(f"{args.out} is complete: {done['tokens']} tokens, {done['shards']} shards")
+            if not any(args.out.iterdir()):
+                args.out.rmdir()
+        reason = " ".join(str(error).split())[:300]
+        parser.exit(1 if done["shards"] else 2, f"{parser.prog}: error: --out {args.out}: {reason}\n")
+    left_out = f", {done['skipped']} documents left out" if done["skipped"] else ""
+    print(f"{args.out} is complete: {done['tokens']} tokens, {done['shards']} shards{left_out}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import numpy as np
 import tiktoken
 import torch
 import torch.nn.functional as F
-from fineweb import DataError, open_rows
+from fineweb import KINDS, DataError, hub_files, read_rows
 
 
 def read_examples(source):
@@ -28,19 +28,18 @@ def read_examples(source):
     """
     os.environ["TIKTOKEN_CACHE_DIR"] = str(Path(__file__).resolve().parents[1] / "tokenizer")
     encode = tiktoken.get_encoding("gpt2").encode_ordinary
-    files = [source] if Path(source).exists() or Path(source).suffix in (".json", ".jsonl") else []
+    files = [source] if Path(source).exists() or Path(source).suffix in KINDS else hub_files(source, "validation")
     examples = []
-    try:
-        for row in open_rows(files, ["ctx", "endings", "label"], source, split="validation"):
-            label, endings = int(row["label"]), [encode(" " + ending) for ending in row["endings"]]
+    for i, row, values in read_rows(files, {"ctx": str, "endings": list, "label": (int, str)}):
+        try:
+            label, endings = int(values["label"]), [encode(" " + ending) for ending in values["endings"]]
             if len(endings) != 4 or label not in range(4) or max(map(len, endings)) > 1023:
                 raise ValueError(f"{len(endings)} endings, label {label}, tokens {[*map(len, endings)]}")
-            examples.append((encode(row["ctx"]) or [50256], endings, label))
-    except Exception as error:  # the datasets library raises many exception types
-        where = "" if isinstance(error, (DataError, OSError)) else f"after {len(examples)} examples: "
-        raise DataError(f"HellaSwag, {source}: {where}{' '.join(str(error).split())[:300] or 'it is empty'}") from None
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{files[i]}, row {row + 1}: {error}") from None
+        examples.append((encode(values["ctx"]) or [50256], endings, label))
     if not examples:
-        raise DataError(f"HellaSwag, {source}: it has no examples")
+        raise DataError(f"{source} contains no examples")
     return examples
 
 

@@ -1,7 +1,7 @@
-"""Generate text and print it word by word:  python pretrain/sample.py checkpoints --prompt "ROMEO:" --samples 3
+"""Generate text and print it:  python pretrain/sample.py checkpoints --prompt "ROMEO:" --samples 3
 
-The model is a checkpoint, a folder of checkpoints, or GPT-2 weights, given by name (gpt2) or as a folder. All
-samples are generated in one batch. The first sample is printed word by word, and the others are printed at the end.
+The model is a checkpoint, a folder of checkpoints, or GPT-2 weights, given by name (gpt2) or as a folder. A single
+sample is printed word by word. Several samples are generated in one batch and printed at the end.
 """
 
 import os
@@ -14,18 +14,6 @@ from export_hf import gpt2_tokenizer, to_hf
 from transformers import TextStreamer
 
 
-class FirstSample(TextStreamer):
-    """Print only the first of several samples, because TextStreamer accepts only one."""
-
-    def put(self, tokens):
-        """Print the first sample's tokens.
-
-        In the first call, `tokens` contains the prompts (samples, T). In later calls, it contains one new token per
-        sample (samples,).
-        """
-        super().put(tokens[:1])
-
-
 def main():
     parser = model_parser(__doc__)
     parser.add_argument("--prompt", default="Hello, I'm a language model,", help="the beginning of the text")
@@ -33,18 +21,15 @@ def main():
     parser.add_argument("--samples", type=int, default=1, help="number of samples, default 1")
     parser.add_argument("--temperature", type=float, default=1.0, help="default 1; 0 chooses the likeliest token")
     parser.add_argument("--top-k", type=int, default=50, help="sample only from the k likeliest tokens, default 50")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample only from the likeliest tokens whose probabilities add up to p, default 1",
-    )
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens that add up to p")
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
     args = parser.parse_args()
     if min(args.tokens, args.samples, args.top_k) < 1 or not 0 <= args.seed < 2**64:
         parser.error("need at least 1 for --tokens, --samples and --top-k, and 0 to 2**64 - 1 for --seed")
     if not (args.temperature == 0 or args.temperature >= 1e-3) or not 0 < args.top_p <= 1:
         parser.error("--temperature must be 0 or at least 0.001, and --top-p must be above 0 and at most 1")
+    if sys.stdout is None:
+        parser.error("standard output is closed, so the text cannot be printed")
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     tokenizer = gpt2_tokenizer()
     end = tokenizer.eos_token_id
@@ -59,20 +44,18 @@ def main():
     sampling = {"do_sample": False}
     if args.temperature:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    sys.stdout.reconfigure(errors="replace")
+    if args.samples == 1:
+        sampling["streamer"] = TextStreamer(tokenizer, skip_special_tokens=True)
     torch.manual_seed(args.seed)
     try:
-        texts = model.generate(
-            torch.tensor([prompt] * args.samples, device=args.device),
-            max_new_tokens=args.tokens,
-            pad_token_id=end,
-            streamer=FirstSample(tokenizer, skip_special_tokens=True),
-            **sampling,
-        )
-        for text in texts[1:]:
-            print(f"\n{tokenizer.decode(text, skip_special_tokens=True)}", flush=True)
-    except BrokenPipeError:  # a reader such as head has closed the pipe; discard what Python would write at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        prompts = torch.tensor([prompt] * args.samples, device=args.device)  # (samples, T)
+        texts = model.generate(prompts, max_new_tokens=args.tokens, pad_token_id=end, **sampling)
+        if args.samples > 1:
+            print("\n\n".join(tokenizer.batch_decode(texts, skip_special_tokens=True)), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard what Python would write at exit
+        if not isinstance(error, BrokenPipeError):  # a reader such as head has closed the pipe
+            sys.exit(f"{parser.prog}: error: the text cannot be printed: {error.strerror}")
     except RuntimeError as error:
         sys.exit(f"{parser.prog}: error: {explain(error, '--samples or --tokens')}")
 

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import platform
-import signal
 import sys
 import time
 from contextlib import nullcontext
@@ -33,6 +32,7 @@ import torch.nn.functional as F
 from fineweb import DataError, read_shards
 from hellaswag import count_right, read_examples
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from unattended import allow_any_character, catch_signals, open_log, open_run, save_whole
 
 
 @dataclass
@@ -175,7 +175,8 @@ class DataLoaderLite:
                 text = Path(path).read_bytes().decode("utf-8")
                 tokens = self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
             except (OSError, ValueError) as error:  # not a file, not UTF-8, or a text that tiktoken cannot split
-                raise UserError(f"{path}: {error} (pretrain/fineweb.py makes shards)") from None
+                hint = " (pretrain/fineweb.py makes it)" if Path(path).name == "fineweb10B" else ""
+                raise UserError(f"{path}: {error}{hint}") from None
             self.validation, self.shards = tokens[len(tokens) * 9 // 10 :], [tokens[: len(tokens) * 9 // 10]]
         self.size = sum(len(shard) for shard in self.shards)
         if (most := max(self.size - 1, 0) // (self.T * world_size)) < self.B:
@@ -259,6 +260,7 @@ def main():
     args = parse_args()
     rank, world_size, ddp = args.rank, args.world_size, args.world_size > 1
     sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w")  # only rank 0 prints
+    allow_any_character()
     device, B, T, total = torch.device(args.device), args.batch_size, args.seq_len, args.total_batch_size
     accumulation = total // (B * T * world_size)  # micro-steps per optimizer step
     torch.use_deterministic_algorithms(device.type == "cpu")  # makes losses repeatable on a CPU; would be slow on a GPU
@@ -272,8 +274,6 @@ def main():
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
     loader = DataLoaderLite(args.data, B, T, rank, world_size, args.seed)
-    if args.tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
     examples = read_examples(args.hellaswag) if args.hellaswag else []
     prompt = loader.encoding.encode_ordinary(args.prompt) or [loader.encoding.eot_token]
     if len(prompt) + 32 > model.config.block_size:
@@ -288,6 +288,11 @@ def main():
         torch.get_device_module(device).set_device(device)  # this rank's GPU
         dist.init_process_group(dist.get_default_backend_for_device(device))
 
+    task = {"--model": args.model, "--init-from": args.init_from, "--seq-len": T}
+    task |= {"--seed": args.seed, "--total-batch-size": total, "tokens in --data": loader.size}  # must match
+    task |= {"--warmup-steps": args.warmup_steps}
+    run = open_run(args, task, vars(model.config))
+
     model.to(device)
     model.compile(mode=args.compile_mode, dynamic=False)  # otherwise, an evaluation would make the shapes dynamic
     raw_model = model  # evaluations bypass DDP: they have no gradients to all-reduce, and DDP would hide model.config
@@ -295,23 +300,21 @@ def main():
     optimizer = model.configure_optimizers(lr=0.0)  # the loop sets the learning rate
     if ddp:
         model = nn.parallel.DistributedDataParallel(model)  # broadcasts rank 0's weights; backward() averages gradients
-    task = {"--model": args.model, "--init-from": args.init_from, "--seq-len": T}
-    task |= {"--seed": args.seed, "--total-batch-size": total, "tokens in --data": loader.size}  # must match
-    task |= {"--warmup-steps": args.warmup_steps}
-    run = resume(args, task, model, optimizer, loader)
-    log, signals = open_log(args, run), []
-    purge = {"purge_step": run["step"]} if args.resume else {}  # drop later steps from TensorBoard: they run again
-    writer = SummaryWriter(args.tensorboard, **purge) if args.tensorboard and rank == 0 else None
-    for number in (signal.SIGINT, signal.SIGTERM) if args.checkpoint_dir else ():
-        signal.signal(number, lambda number, frame: signals.append(number))  # the loop finishes the step, then saves
+    if run["step"]:  # a model with dropout would also need the random generators' states
+        set_state_dict(model, optimizer, model_state_dict=run.pop("model"), optim_state_dict=run.pop("optim"))
+        loader.position = run["position"]
+    log = open_log(args, run)
+    signals = catch_signals(alone=not ddp) if args.checkpoint_dir else []  # the loop finishes the step, then saves
     synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None  # no-op on a CPU
-    times = []  # seconds per step
+    times, pauses = [], []  # seconds per step, seconds per evaluation
     try:
         for step in range(run["step"], args.steps + 1):  # + 1 for the final evaluation
             if step % args.eval_every == 0 or step == args.steps or (step == run["step"] and run.get("due")):
+                print(f"step {step:4d} | {'evaluating' if pauses else 'compiling and evaluating'}", flush=True)
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                     scores = evaluate(raw_model, loader, examples, prompt, args.seed, device, max(20 * total, 2**17))
-                report(args, run, step, scores, log, writer)
+                report(args, run, step, scores, log)
+                pauses.append(scores["eval_sec"])
             if step == args.steps:
                 break
             synchronize(device)
@@ -336,18 +339,23 @@ def main():
             synchronize(device)  # Python only queues the GPU's work; the timer would otherwise stop too early
             times.append(time.perf_counter() - start)
             print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
-            left = f" | {np.median(times[1:][-10:]) * (args.steps - step - 1) / 60:.1f} min left" if times[1:] else ""
-            print(f"dt {1000 * times[-1]:8.2f} ms | {total / times[-1]:10,.0f} tok/s{left}", flush=True)
+            left = np.median(times[1:][-10:] or times) * (args.steps - step - 1)  # seconds
+            left += min(pauses, default=0) * ((args.steps - 1) // args.eval_every - step // args.eval_every + 1)
+            print(f"dt {1000 * times[-1]:8.2f} ms | {total / times[-1]:10,.0f} tok/s", end="")
+            print(f" | {left / 60:.1f} min left" if times[1:] else "", flush=True)
             if not math.isfinite(loss.item() + norm.item()):
                 raise UserError(f"the loss or the gradient is not finite at step {step}")
             row = {"step": step, "loss": loss.item(), "lr": lr, "norm": norm.item(), "sec": times[-1]}
-            write_row(row, log, writer)
-            stop = told_to_stop(signals, device)
+            print(json.dumps(row), file=log)
+            stop = torch.tensor(len(signals), device=device)
+            if ddp:
+                dist.all_reduce(stop)  # if any rank received a signal, all ranks stop after the same step
             due = (step + 1) % args.eval_every == 0 or step + 1 == args.steps  # an evaluation follows, so save first
             if args.checkpoint_dir and (stop or due or (step + 1) % args.save_every == 0):
                 state = {"step": step + 1, "position": loader.position, "due": due}
                 save_checkpoint(args, run | state, model, optimizer, log)
             if stop and step + 1 < args.steps:
+                print(f"stopped after step {step}: to go on, run the same command with --resume", flush=True)
                 sys.exit(1)
     finally:  # runs after Ctrl-C as well
         print_summary(times, total, device, run["step"])
@@ -379,12 +387,11 @@ def parse_args():
     parser.add_argument("--save-every", metavar="N", type=int, default=250, help="every N steps and at the end (250)")
     parser.add_argument("--keep", metavar="K", type=int, default=2, help="how many checkpoints to keep, default 2")
     parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint, if one exists")
-    parser.add_argument("--log-file", metavar="FILE", help="append one line of JSON per step to this file")
+    parser.add_argument("--log-file", metavar="FILE", type=Path, help="append one line of JSON per step to this file")
     parser.add_argument("--warmup-steps", metavar="N", type=int, default=715, help="default 715")
     parser.add_argument("--eval-every", metavar="N", type=int, default=250, help="every N steps and at the end (250)")
     parser.add_argument("--prompt", default="Hello, I'm a language model,", help="the start of every sample")
     parser.add_argument("--hellaswag", metavar="FILE.jsonl", help="JSONL file, or Rowan/hellaswag from the hub")
-    parser.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
     args = parser.parse_args()
     env = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}  # by torchrun
     if any(env.values()) and not all(env.values()) and env["WORLD_SIZE"] != "1":
@@ -402,6 +409,8 @@ def parse_args():
     args.total_batch_size = args.total_batch_size or (4096 if args.model == "nano" else 524288)
     if min(args.save_every, args.keep, args.eval_every) < 1 or (args.resume and not args.checkpoint_dir):
         parser.error("--keep and --*-every must be at least 1, and --resume needs --checkpoint-dir")
+    if args.log_file and args.log_file.exists() and not (args.log_file.is_file() and os.access(args.log_file, os.W_OK)):
+        parser.error(f"--log-file {args.log_file}: not a regular file that can be written")
     micro_step = args.batch_size * args.seq_len * args.world_size  # tokens per micro-step, over all ranks
     if args.total_batch_size < 1 or args.total_batch_size % micro_step:
         parser.error(f"--total-batch-size {args.total_batch_size} is not a multiple of B * T * ranks = {micro_step}")
@@ -435,61 +444,6 @@ def print_summary(times, tokens_per_step, device, start):
         print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""), flush=True)
 
 
-def save_whole(path, contents):
-    """Save `contents` for torch.load() under a temporary name, then rename the file. Raises UserError."""
-    unfinished = Path(f"{path}.tmp")
-    try:
-        with open(unfinished, "wb") as file:
-            torch.save(contents, file)
-            file.flush(), os.fsync(file.fileno())  # otherwise, a power cut could leave an empty file at `path`
-        os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:  # on a full disk, torch.save turns the OSError into a RuntimeError
-        raise UserError(f"{path} cannot be written: {error.__context__ or error}") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def resume(args, task, model, optimizer, loader):
-    """Load the latest checkpoint, if any, and return the run's state. All ranks call it. Raises OSError, UserError."""
-    folder, run = args.checkpoint_dir, {"task": task, "steps": args.steps, "step": 0, "log": 0, "begun": time.time()}
-    saved = load_checkpoint(folder) if folder else None
-    if folder and not saved and (folder / "best.pt").exists():
-        raise UserError(f"{folder} has the best.pt of another run: use another folder")
-    if saved and saved.get("step", 1) and not args.resume:
-        raise UserError(f"{folder} has checkpoints: --resume continues from them, and a new run needs another folder")
-    run = saved if saved and args.resume else run
-    for name, value in task.items():
-        if (saved_value := run.get("task", {}).get(name)) != value:
-            raise UserError(f"{folder} has checkpoints of another run: {name} {saved_value}, not {value}")
-    if dist.is_initialized():
-        dist.all_gather_object(steps := [0] * args.world_size, run["step"])
-        if len(set(steps)) > 1:
-            raise UserError(f"the ranks do not see the same {folder}: they would resume at steps {steps}")
-    if folder and not run["step"] and args.rank == 0:
-        save_whole(folder / "step_00000000.pt", run)  # no weights; a run killed early needs its "begun" to find its log
-    if run["step"]:  # a model with dropout would also need the random generators' states
-        set_state_dict(model, optimizer, model_state_dict=run.pop("model"), optim_state_dict=run.pop("optim"))
-        loader.position = run["position"]
-    if folder:
-        print(f"{run['step']} of {args.steps} steps are done, in {folder}", flush=True)
-    if run["steps"] != args.steps and run["step"] < args.steps:
-        print(f"--steps was {run['steps']}: from here on, the learning rate follows another schedule")
-    return run | {"steps": args.steps}
-
-
-def load_checkpoint(folder):
-    """Return the latest readable checkpoint, or None. Raises OSError, or UserError if every checkpoint is damaged."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = sorted(folder.glob("step_????????.pt"), reverse=True)
-    for path in paths:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)  # weights_only prevents code execution
-        except Exception as error:  # torch.load raises many exception types for a damaged file
-            print(f"{path} cannot be read: {repr(error)[:200]}", file=sys.stderr)
-    if paths:
-        raise UserError(f"no checkpoint in {folder} can be read")
-
-
 def save_checkpoint(args, run, model, optimizer, log):
     """Save step_N.pt and delete all but the latest checkpoints. All ranks call it. Raises OSError, UserError."""
     weights, moments = get_state_dict(model, optimizer)
@@ -505,50 +459,18 @@ def save_checkpoint(args, run, model, optimizer, log):
             old.unlink()
 
 
-def open_log(args, run):
-    """Return the log, truncated to its length at the checkpoint. Raises OSError, or UserError for another run's log."""
-    if not args.log_file or args.rank > 0:
-        return open(os.devnull, "w")
-    log = open(args.log_file, "a+", buffering=1, errors="replace")
-    size, header = log.tell(), json.dumps({"begun": run["begun"]} | run["task"]) + "\n"  # unique to this run
-    log.seek(0)
-    if size < run["log"] or not header.startswith(log.readline()):  # a kill may have truncated the header
-        raise UserError(f"{args.log_file} is not the log of this run, or is incomplete")
-    log.seek(log.truncate(run["log"]))
-    if not run["log"]:
-        log.write(header)
-    return log
-
-
-def write_row(row, log, writer):
-    """Write a row to the log and, if `writer` is set, its floats to TensorBoard under the same names."""
-    print(json.dumps(row), file=log)
-    for name, value in row.items() if writer else ():
-        if isinstance(value, float):
-            writer.add_scalar(name, value, row["step"])
-    if writer:
-        writer.flush()  # before a checkpoint is saved: a resumed run would not write these rows again
-
-
-def report(args, run, step, scores, log, writer):
+def report(args, run, step, scores, log):
     """Print and log a step's scores. Copy its checkpoint to best.pt if the validation loss is the lowest so far."""
     print(f"step {step:4d} | val loss {scores['val_loss']:.6f}", end=" | ")
-    print(f"HellaSwag {scores['hellaswag']:.4f}" if args.hellaswag else "no HellaSwag", end=" | ")
-    print(f"{scores['eval_sec']:.1f} s", *map(json.dumps, scores["samples"]), sep="\n    ", flush=True)
-    write_row({"step": step} | scores, log, writer)
+    print(f"HellaSwag {scores['hellaswag']:.4f} | " if args.hellaswag else "", end="")
+    samples = [json.dumps(sample, ensure_ascii=False) for sample in scores["samples"]]
+    print(f"{scores['eval_sec']:.1f} s", *samples, sep="\n    ", flush=True)
+    print(json.dumps({"step": step} | scores, ensure_ascii=False), file=log)
     if step and scores["val_loss"] < run.get("best", math.inf):
         run["best"] = scores["val_loss"]
         if args.checkpoint_dir and args.rank == 0:
             path = args.checkpoint_dir / f"step_{step:08d}.pt"
             save_whole(path.with_name("best.pt"), torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-
-
-def told_to_stop(signals, device):
-    """Return whether any rank received a signal. All ranks then stop after the same step."""
-    count = torch.tensor(len(signals), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(count)
-    return count.item() > 0
 
 
 class UserError(ValueError):

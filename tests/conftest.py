@@ -205,6 +205,13 @@ class Step:
         return torch.stack([grad.norm() for grad in self.grads.values()]).norm().item()
 
 
+def restore_signals():
+    """Undo the handlers that a script's main() may have set."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def play(script, *args, device="cpu", compiled=False, autocast=True, full=False, **environment):
     """Run a script's main() in this process and return its output.
 
@@ -225,8 +232,7 @@ def play(script, *args, device="cpu", compiled=False, autocast=True, full=False,
         try:
             module.main()
         finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # undo a handler that main() may have set
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            restore_signals()
     return output.getvalue()
 
 
@@ -359,8 +365,7 @@ def refused(monkeypatch, capfd):
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit:
             run_guard(script)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # undo a handler that main() may have set
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        restore_signals()
         code, (printed, written) = exit.value.code, capfd.readouterr()
         if isinstance(code, str):  # do what Python does: print it on stderr and exit with status 1
             code, written = 1, f"{written}{code}\n"
@@ -404,7 +409,7 @@ def copy_project(folder, part=""):
     Folders named pytest-cache-files-* are skipped because another test process may rename one during the copy.
     """
     made = ".* __pycache__ pytest-cache-files-* site runs checkpoints weights.pt shards fineweb10B my-gpt2".split()
-    return Path(shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(*made)))
+    return Path(shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=shutil.ignore_patterns(*made)))
 
 
 def only_committed_results(root):

@@ -3,7 +3,10 @@
 A damaged file, a full disk, or a new run started in another run's folder does not destroy a good checkpoint.
 """
 
+import contextlib
+import errno
 import functools
+import io
 import json
 import os
 import pickle
@@ -12,10 +15,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import unattended
 from conftest import (
     EAGER,
     LONG,
@@ -27,6 +32,7 @@ from conftest import (
     Command,
     load,
     nano,
+    restore_signals,
     save_gpt2,
     since,
     versions,
@@ -41,9 +47,9 @@ SAVING = since(LONG, among=list(RUNGS))
 WEIGHTS = versions("main", among=since("ddp_run.py", among=list(RUNGS)))  # the scripts with --save
 
 
-def train(steps, *args, script=LONG):
+def train(steps, *args, script=LONG, **environment):
     """Train briefly in this process without compiling and return the recorded steps."""
-    return watch(script, *SIZES, "--steps", steps, *args, *SCHEDULE * (script == TRAIN))
+    return watch(script, *SIZES, "--steps", steps, *args, *SCHEDULE * (script == TRAIN), **environment)
 
 
 def curve(steps):
@@ -56,7 +62,7 @@ def records(log):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != "lock")
 
 
 def save(script, folder, keep=1, **run):
@@ -204,23 +210,24 @@ def test_it_keeps_the_newest(tmp_path, keep):
     assert names(tmp_path) == ["step_00000006.pt", "step_00000008.pt"][-keep:]
 
 
-@pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
-def test_the_newest_is_found_whatever_the_number_of_its_digits(tmp_path, script):
+def test_the_newest_is_found_whatever_the_number_of_its_digits(tmp_path):
     for step in (999, 1000, 20_000):
-        save(script, tmp_path, keep=2, step=step)
-        assert load(script).load_checkpoint(tmp_path)["step"] == step
+        save(LONG, tmp_path, keep=2, step=step)
+        assert unattended.load_checkpoint(tmp_path)["step"] == step
 
 
-@pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
-def test_a_checkpoint_from_a_gpu_loads_without_one(tmp_path, monkeypatch, script):
+def test_a_checkpoint_from_a_gpu_loads_without_one_and_is_shared_by_the_ranks(tmp_path, monkeypatch):
     """A GPU checkpoint is loaded to the CPU, so loading needs no GPU and ranks do not all use GPU 0."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-        save(script, tmp_path, step=1)
+        save(LONG, tmp_path, step=1)
     try:
-        assert load(script).load_checkpoint(tmp_path)["model"]["weight"].device.type == "cpu"
-    except ValueError as error:
+        weight = unattended.load_checkpoint(tmp_path)["model"]["weight"]
+    except OSError as error:
         pytest.fail(str(error))
+    assert weight.device.type == "cpu"
+    maps = Path("/proc/self/maps").read_text()
+    assert f"{tmp_path}/step_00000001.pt" in maps  # mapped into memory, not copied
 
 
 def damage(path, how):
@@ -238,18 +245,16 @@ def damage(path, how):
 
 
 @pytest.mark.parametrize("how", ["cut short", "empty", "of another program", "no zip", "code"])
-@pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
-def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(saved, undisturbed, capfd, how, script):
+def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(saved, undisturbed, capfd, how):
     damage(saved / "step_00000006.pt", how)
-    steps = train(8, "--checkpoint-dir", saved, "--resume", script=script)
+    steps = train(8, "--checkpoint-dir", saved, "--resume")
     assert not (saved / "ran").exists()
     assert curve(steps) == curve(undisturbed)[3:]
     written = capfd.readouterr().err
     assert len(written.splitlines()) == 1 and written.startswith(f"{saved / 'step_00000006.pt'} cannot be read: ")
 
 
-@pytest.mark.parametrize("script", versions("load_checkpoint", among=SAVING))
-def test_a_run_does_not_start_if_all_checkpoints_are_damaged(saved, no_start, script):
+def test_a_run_does_not_start_if_all_checkpoints_are_damaged(saved, no_start):
     for path in saved.iterdir():
         path.write_bytes(b"")
     before = names(saved)
@@ -330,15 +335,15 @@ def test_model_and_init_from_are_told_apart(saved, tmp_path):
     """Resuming fails if --init-from replaces --model or names a different folder of weights."""
     words = [word for word in SIZES if word not in ("--model", "nano")]
     save_gpt2(tmp_path / "nano"), save_gpt2(tmp_path / "other")
-    with pytest.raises(load(LONG).UserError, match="of another run: --model nano, not None"):
+    with pytest.raises(OSError, match="of another run: --model nano, not None"):
         watch(LONG, *words, "--init-from", "nano", "--steps", 8, "--checkpoint-dir", saved, "--resume")
     watch(LONG, *words, "--init-from", "nano", "--steps", 1, "--checkpoint-dir", "new")
-    with pytest.raises(load(LONG).UserError, match="of another run: --init-from nano, not other"):
+    with pytest.raises(OSError, match="of another run: --init-from nano, not other"):
         watch(LONG, *words, "--init-from", "other", "--steps", 8, "--checkpoint-dir", "new", "--resume")
 
 
 def test_a_signal_in_the_last_step_still_ends_the_run_normally(tmp_path, monkeypatch):
-    monkeypatch.setattr(load(LONG), "told_to_stop", lambda *args: True)
+    monkeypatch.setattr(load(LONG), "catch_signals", lambda alone: [signal.SIGTERM])
     assert len(train(1, "--checkpoint-dir", tmp_path / "saved", "--save", tmp_path / "weights.pt")) == 1
     assert names(tmp_path) == ["saved", "weights.pt"]
 
@@ -348,6 +353,27 @@ def test_a_log_that_a_kill_cut_short_is_mended(saved, undisturbed, tmp_path):
     os.truncate(log, log.stat().st_size - 5)
     train(8, "--checkpoint-dir", saved, "--resume", "--log-file", log.name)
     assert [record["step"] for record in records(log)] == list(range(8))
+
+
+def test_a_checkpoint_of_a_model_with_other_heads_is_refused(tmp_path, monkeypatch):
+    """If other weights of the same shapes replace those of --init-from, a resumed run would train another model."""
+    monkeypatch.chdir(tmp_path)
+    words = *[word for word in SIZES if word not in ("--model", "nano")], "--init-from", "gpt2"
+    save_gpt2(tmp_path / "gpt2", n_head=4)
+    watch(LONG, *words, "--steps", 1, "--checkpoint-dir", "saved")
+    save_gpt2(tmp_path / "gpt2", n_head=2)
+    with pytest.raises(OSError, match=r"of another run: config .*'n_head': 4.*, not .*'n_head': 2"):
+        watch(LONG, *words, "--steps", 2, "--checkpoint-dir", "saved", "--resume")
+
+
+def test_a_checkpoint_without_a_configuration_is_resumed(saved, undisturbed):
+    """Before November 28, 2026, checkpoints did not contain it."""
+    for path in saved.glob("step_*.pt"):
+        checkpoint = torch.load(path, weights_only=True)
+        del checkpoint["config"]
+        torch.save(checkpoint, path)
+    assert curve(train(8, "--checkpoint-dir", saved, "--resume")) == curve(undisturbed)[6:]
+    assert torch.load(saved / "step_00000008.pt", weights_only=True)["config"]["n_head"] == 2
 
 
 @pytest.mark.parametrize("folder", ["/proc/checkpoints", "file"])
@@ -375,23 +401,165 @@ def test_a_full_disk_stops_the_run_and_the_last_good_checkpoint_resumes_it(saved
     assert curve(train(8, "--checkpoint-dir", saved, "--resume")) == curve(undisturbed)[6:]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("script", versions("main", among=SAVING))
-def test_a_signal_lets_the_step_end_and_be_saved(tmp_path, monkeypatch, number, script):
+def send_in_the_second_step(monkeypatch, script, *numbers):
+    """Make a run send itself signals, and return a list with an item for each batch that it reads, two per step."""
     loader, batches = load(script).DataLoaderLite, []
     next_batch = loader.next_batch
 
     def send(*args):
         batches.append(args)
-        if len(batches) == 3:  # the first micro-step of the second step
+        for number in numbers if len(batches) == 3 else ():
             os.kill(os.getpid(), number)
         return next_batch(*args)
 
     monkeypatch.setattr(loader, "next_batch", send)
+    return batches
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("script", versions("main", among=SAVING))
+def test_a_signal_lets_the_step_end_and_be_saved(tmp_path, monkeypatch, capsys, number, script):
+    batches = send_in_the_second_step(monkeypatch, script, number)
     signal.signal(number, lambda *_: pytest.fail("the step was not ended"))
     with pytest.raises(SystemExit) as exit:
         train(8, "--checkpoint-dir", tmp_path, script=script)
     assert exit.value.code == 1 and len(batches) == 4 and names(tmp_path)[-1] == "step_00000002.pt"
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path, monkeypatch):
+    """nohup ignores SIGHUP."""
+    batches = send_in_the_second_step(monkeypatch, LONG, signal.SIGHUP)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with contextlib.suppress(SystemExit):
+        train(3, "--checkpoint-dir", tmp_path)
+    assert len(batches) == 6
+
+
+def test_the_first_ctrl_c_says_what_it_does_and_the_second_stops_at_once(tmp_path, monkeypatch, capfd):
+    batches = send_in_the_second_step(monkeypatch, LONG, signal.SIGINT, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(8, "--checkpoint-dir", tmp_path)
+    assert len(batches) == 3 and names(tmp_path) == ["step_00000000.pt"]
+    assert capfd.readouterr().err.startswith("stopping after this step; a second Ctrl-C stops at once")
+
+
+def test_one_ctrl_c_under_torchrun_is_several_signals(monkeypatch):
+    signals = unattended.catch_signals(alone=False)
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+    restore_signals()
+    assert signals == [signal.SIGINT] * 3
+
+
+def test_a_run_that_was_stopped_names_the_way_to_go_on(tmp_path, monkeypatch):
+    send_in_the_second_step(monkeypatch, LONG, signal.SIGTERM)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
+        monkeypatch.setattr("sys.argv", [LONG, "--device", "cpu", *map(str, SIZES), "--checkpoint-dir", str(tmp_path)])
+        monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)
+        load(LONG).main()
+    restore_signals()
+    assert "\nstopped after step 1: to go on, run the same command with --resume\n" in printed.getvalue()
+
+
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "a")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other_run(saved):
+    """Return a process that holds the lock of the folder `saved`, as another run does."""
+    command = [sys.executable, "-c", HOLD, str(saved / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("script", SAVING)
+def test_a_folder_has_one_run_at_a_time(saved, other_run, no_start, undisturbed, script):
+    before = {path: path.read_bytes() for path in saved.parent.rglob("*.*")}
+    words = "--checkpoint-dir", saved, "--log-file", "log.jsonl"
+    for more in [], ["--resume"]:
+        no_start(*words, *more, says=f"another run is using {saved}$")
+    assert {path: path.read_bytes() for path in saved.parent.rglob("*.*")} == before
+    other_run.kill()  # leaves no lock
+    other_run.wait()
+    assert curve(train(8, *words, "--resume", script=script)) == curve(undisturbed)[6:]
+
+
+def test_after_a_restart_a_run_waits_for_the_old_rank_0(saved, other_run, undisturbed, monkeypatch):
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            other_run.kill()
+            other_run.wait()
+
+    monkeypatch.setattr(unattended.time, "sleep", wait)
+    steps = train(8, "--checkpoint-dir", saved, "--resume", script=LONG, TORCHELASTIC_RESTART_COUNT="1")
+    assert curve(steps) == curve(undisturbed)[6:] and waits == [1, 1, 1]
+
+
+def test_a_restarted_run_waits_for_a_minute_at_most(saved, other_run, no_start, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setattr(unattended.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(unattended.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    no_start("--checkpoint-dir", saved, "--resume", says=f"another run is using {saved}$")
+    assert clock == [60.0]
+
+
+def test_all_ranks_end_if_another_run_has_the_lock(saved, other_run, monkeypatch):
+    """Rank 0 sends its verdict to the others and reports it. Another rank receives it, and does not need the lock."""
+    sent = []
+    monkeypatch.setattr(unattended.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(unattended.dist, "broadcast_object_list", lambda verdict: sent.append(verdict[0]))
+    with pytest.raises(OSError, match="another run is using"):
+        unattended.lock_folder(saved, rank=0)
+    unattended.lock_folder(saved, rank=1)
+    assert [str(verdict) for verdict in sent] == [f"another run is using {saved}", "None"]
+    monkeypatch.setattr(unattended.dist, "broadcast_object_list", lambda verdict: verdict.__setitem__(0, sent[0]))
+    with pytest.raises(SystemExit) as exit:
+        unattended.lock_folder(saved, rank=1)
+    assert exit.value.code == 1
+
+
+def test_a_file_system_without_locks_is_one_line_and_no_obstacle(saved, undisturbed, monkeypatch, capfd):
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(unattended.fcntl, "lockf", no_locks)
+    assert curve(train(8, "--checkpoint-dir", saved, "--resume")) == curve(undisturbed)[6:]
+    assert capfd.readouterr().err.splitlines() == [
+        "cannot lock the checkpoint folder (No locks available): start no second run in it"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["/dev/null", "pipe", "folder"])
+def test_a_log_that_is_no_regular_file_is_refused_before_anything_is_made(tmp_path, no_start, kind):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / kind  # tmp_path / "/dev/null" is /dev/null
+    no_start("--checkpoint-dir", tmp_path / "new", "--log-file", path, says=f"--log-file {path}: not a regular file")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_terminal_without_a_paths_characters_is_no_obstacle(monkeypatch):
+    """long_run.py and the programs that load a model call allow_any_character()."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    unattended.allow_any_character()
+    print("runs/café")
+    assert written.getvalue() == b"runs/caf\\xe9\n"
+    monkeypatch.setattr(sys, "stdout", None)  # closed
+    unattended.allow_any_character()
 
 
 @pytest.mark.slow
@@ -449,7 +617,7 @@ def test_what_a_user_puts_beside_the_checkpoints_stays(saved):
     assert names(saved) == ["step_00000005.pt", "step_00000006.pt", "step_6.pt", "step_best.pt", "weights.pt"]
 
 
-@pytest.mark.parametrize("script", versions("save_whole", "save_checkpoint", among=SAVING))
+@pytest.mark.parametrize("script", versions("save_checkpoint", among=SAVING))
 def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, script):
     events, path = [], tmp_path / "step_00000001.pt"
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import fineweb
 import numpy as np
 import pytest
+import tiktoken
 import torch
 import torch.nn.functional as F
 from conftest import END, NO_SCORES, ROOT, TRAIN, encode, uneven, watch
@@ -140,15 +141,118 @@ def test_less_than_one_shard_is_divided_and_a_second_run_does_nothing(shard, ref
     refused("pretrain/fineweb.py", *arguments, says=".*shard_train_000001.bin")
 
 
+def parquet(path, rows):
+    """Write rows to a Parquet file, with the types that pyarrow infers from them."""
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("file", [parquet, jsonl])
+def test_other_columns_may_hold_anything(shard, tmp_path, file):
+    """Only the text is read. Types that differ between files or rows, or a file without rows, do not stop the run."""
+    texts = ["2024-01-01", "not a date", "null", "To be"]
+    rows = [
+        [{"text": texts[0], "url": None, "date": "2024-01-01", "score": 1}],
+        [{"text": text, "url": "x", "date": "unknown", "score": "n/a", "more": [{"a": 1}]} for text in texts[1:]],
+    ]
+    files = [file(tmp_path / f"{i}.{file.__name__}", part) for i, part in enumerate([rows[0], [], rows[1]])]
+    if file is jsonl:  # two types in one file, and an empty line
+        files = [jsonl(tmp_path / "one.jsonl", rows[0] + rows[1])]
+        files[0].write_text(files[0].read_text().replace("\n", "\n\n"))
+    shard(*files, "--out", tmp_path / "shards")
+    assert joined(tmp_path / "shards").tolist() == [token for text in texts for token in [END, *encode(text)]]
+
+
+def test_a_dataset_on_the_hub_is_read_file_by_file(shard, tmp_path):
+    """hub_files() finds the files of a configuration, and read_rows() reads addresses, also of compressed files."""
+    import fsspec
+
+    (tmp_path / "hub").mkdir()
+    parquet(tmp_path / "hub" / "a.parquet", [{"text": "one two", "id": 1}, {"text": "three", "id": 2}])
+    parquet(tmp_path / "hub" / "b.parquet", [{"text": "four", "id": "five"}])
+    head = "---\nconfigs:\n- {config_name: small, data_files: [{split: train, path: [a.parquet, b.parquet]}]}\n"
+    (tmp_path / "hub" / "README.md").write_text(head + "- {config_name: other, data_files: x.parquet}\n---\n")
+    shard("--dataset", tmp_path / "hub", "--name", "small", "--out", tmp_path / "shards")
+    wanted = [END, *encode("one two"), END, *encode("three"), END, *encode("four")]
+    assert joined(tmp_path / "shards").tolist() == wanted
+    with fsspec.open("memory://c.jsonl.gz", "wb", compression="gzip") as file:
+        file.write(b'{"text": "six"}\n{"text": "seven"}\n')
+    files = [tmp_path / "hub" / "a.parquet", "memory://c.jsonl.gz"]
+    rows = [(i, row, values["text"]) for i, row, values in fineweb.read_rows(files, {"text": str}, (0, 1))]
+    assert rows == [(0, 1, "three"), (1, 0, "six"), (1, 1, "seven")]
+
+
+def test_a_document_that_tiktoken_cannot_split_is_cut_between_tokens(shard, tmp_path):
+    spaces, other = " " * 2_000_000, "\u3000\n" * 600_000
+    texts = ["one", f"a{spaces}b", f"{other}c\x1c d", "two"]
+    for text in texts[1:3]:
+        with pytest.raises(ValueError, match="stack"):
+            tiktoken.get_encoding("gpt2").encode_to_numpy(text)
+    shard(jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts]), "--out", tmp_path / "shards")
+    parts = [["one"], ["a", spaces[1:], " b"], [other[:-1], "\nc\x1c d"], ["two"]]  # tiktoken can split these
+    wanted = [token for pieces in parts for token in [END, *(t for piece in pieces for t in encode(piece))]]
+    assert joined(tmp_path / "shards").tolist() == wanted and len(wanted) > 3_000_000
+
+
+def test_any_string_is_cut_between_tokens():
+    rng = np.random.default_rng(0)
+    alphabet = list("ab'!1\n\t\x1c\x1f\x85\xa0\u3000\u2028漢🙂s") + [" "] * 6 + ["\r\n", "'s", "\u200b"]
+    texts = ["".join(rng.choice(alphabet, size=14)) for _ in range(3000)]
+    cut = [fineweb.BOUNDARY.split(text) for text in texts]
+    assert sum(map(len, cut)) > 6000
+    for text, pieces in zip(texts, cut, strict=True):
+        assert [token for piece in pieces for token in encode(piece)] == encode(text), repr(text)
+
+
+def test_a_document_that_cannot_be_tokenized_is_left_out_and_named(shard, tmp_path, monkeypatch):
+    """The run goes on, and what it prints and counts is the same after a restart."""
+    monkeypatch.setattr(fineweb, "BOUNDARY", re.compile("(?!)"))  # never matches, so the cut does not help
+    monkeypatch.setattr(fineweb, "CHUNK", 2)
+    rows = [
+        {"text": text} for text in ("one", "two " * 50, " " * 2_000_000 + "b", "three", "four", " " * 2_000_000 + "c")
+    ]
+    words = jsonl(tmp_path / "x.jsonl", rows), "--shard-size", 20, "--out", tmp_path / "shards"
+    monkeypatch.setattr(fineweb.tqdm, "write", lambda bar, text, **_: print(text))
+    wanted = [END, *encode("one"), END, *encode("two " * 50), END, *encode("three"), END, *encode("four")]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(fineweb.tqdm, "write", lambda *args, **_: exec("raise KeyboardInterrupt"))
+        shard(*words)
+    for _ in range(2):  # the second time, all is done
+        printed = shard(*words)
+        assert joined(tmp_path / "shards").tolist() == wanted
+        assert f"is complete: {len(wanted)} tokens, 3 shards, 2 documents left out\n" in printed
+        if "left out: " in printed:
+            found = re.findall(r"(?m)^left out: (\S+), row (\d+): .*stack", printed)
+            assert found == [(str(words[0]), "3"), (str(words[0]), "6")]
+
+
+def test_a_lone_surrogate_becomes_a_replacement_character(shard, tmp_path):
+    (tmp_path / "x.jsonl").write_text(r'{"text": "a \ud83d b"}' + "\n" + r'{"text": "\ud83d\ude42"}')
+    shard(tmp_path / "x.jsonl", "--out", tmp_path / "shards")
+    assert joined(tmp_path / "shards").tolist() == [END, *encode("a \ufffd b"), END, *encode("🙂")]
+
+
 WRONG_CORPUS = {
     "no such file": (["nowhere.jsonl"], r"\S*nowhere.jsonl is not a file"),
-    "no text": (["empty.jsonl"], "it contains no text"),
-    "two kinds": (["a.jsonl", "b.txt"], "give files of one kind only"),
+    "no text": (["empty.jsonl"], "0 tokens do not fill two shards"),
     "a folder": (["foreign"], r"\S*foreign is not a file"),
     "an unknown kind": (["c.doc"], r"\S*c\.doc is not a \.txt, \.jsonl or \.parquet file"),
-    "no such column": (["a.jsonl", "--column", "body"], "body"),
-    "a row without text": (["hole.jsonl"], "no text"),
-    "not JSON": (["broken.jsonl"], "broken.jsonl"),
+    "no such column": (["a.jsonl", "--column", "body"], "a.jsonl, row 1: the column body is missing$"),
+    "no such column in Parquet": (["a.parquet", "--column", "body"], "a.parquet, row 1: the column body is missing$"),
+    "a null": (["hole.jsonl"], "hole.jsonl, row 2: the column text is null$"),
+    "a null in Parquet": (["hole.parquet"], "hole.parquet, row 2: the column text is null$"),
+    "a number": (["hole.parquet", "--column", "id"], "hole.parquet, row 1: the column id is int$"),
+    "a list": (["list.json"], "list.json, row 2: list instead of an object$"),
+    "not JSON": (["broken.jsonl"], "broken.jsonl, row 2: Expecting value$"),
+    "no Parquet": (["broken.parquet"], "broken.parquet, row 1: .*Parquet"),
     "a file that is not a shard": (["a.jsonl", "--out", "foreign"], r"--out \S*foreign: \S*x.bin is not a shard"),
     "shards of something else": (["a.jsonl", "--out", "public"], "public.*another source"),
     "begun with other settings": (["a.jsonl", "--out", "begun", "--shard-size", "9"], "begun: its progress.json"),
@@ -166,15 +270,18 @@ def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, ca
     assert len(encode("one two three four five six seven eight nine ten now")) == 11
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "hole.jsonl").write_text('{"text": "one"}\n{"text": null}\n')
+    parquet(tmp_path / "a.parquet", [{"text": "one"}])
+    parquet(tmp_path / "hole.parquet", [{"text": "one", "id": 1}, {"text": None, "id": 2}])
+    (tmp_path / "list.json").write_text('[{"text": "one"}, ["two"]]')
     (tmp_path / "broken.jsonl").write_text('{"text": "one"}\n{"text": \n')
-    (tmp_path / "b.txt").write_text("text")
+    (tmp_path / "broken.parquet").write_text("text")
     (tmp_path / "c.doc").write_text("text")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "x.bin").write_bytes(b"theirs")
     (tmp_path / "public").mkdir()
     (tmp_path / "public" / "x_train_000001.bin").write_bytes(public([1, 2, 3]))
     (tmp_path / "begun").mkdir()
-    fields = {"source": {}, "shards": 0, "tokens": 0, "before": None, "skip": 0, "end": False}
+    fields = {"source": {}, "shards": 0, "tokens": 0, "start": [0, 0], "skip": 0, "skipped": 0, "end": False}
     (tmp_path / "begun" / "progress.json").write_text(json.dumps(fields))
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "progress.json").write_text("[1]")

@@ -85,17 +85,36 @@ def test_a_file_of_save_is_read_too(tmp_path, name):
     assert model.config == config
 
 
-def test_the_number_of_heads_follows_from_the_width():
-    """config_of() infers the number of heads, which a state dict does not contain, from the hidden size.
-
-    If no entry of MODELS has this hidden size, the head size is 64.
-    """
+def test_weights_without_a_configuration_have_the_heads_of_gpt2_or_are_refused(tmp_path, refused):
+    """A state dict does not contain the number of heads, so it is known only for the hidden sizes of MODELS."""
     script = load(LONG)
-    configs = [*script.MODELS.values(), script.GPTConfig(n_layer=6), script.GPTConfig(n_layer=2, n_head=8, n_embd=512)]
-    configs.append(script.GPTConfig(n_layer=1, n_head=1, n_embd=48))
-    for config in configs:
+    for config in [*script.MODELS.values(), script.GPTConfig(n_layer=6)]:
         with torch.device("meta"):
-            assert config_of(script.GPT(config).state_dict()) == config
+            state = script.GPT(config).state_dict()
+        assert config_of(state) == config_of({"step": 3, "model": state}) == config
+    torch.save(script.GPT(script.GPTConfig(n_layer=1, n_head=4, n_embd=64)).state_dict(), tmp_path / "x.pt")
+    says = "the number of heads is not in the file, and no --model has the hidden size 64"
+    refused("pretrain/sample.py", tmp_path / "x.pt", says=f"{tmp_path}/x.pt: {says}")
+    refused("pretrain/export_hf.py", tmp_path / "x.pt", tmp_path / "new", says=f"{tmp_path}/x.pt: {says}")
+
+
+@torch.no_grad()
+def test_a_model_keeps_its_number_of_heads_from_import_to_export(tmp_path, monkeypatch):
+    """Four heads, although the model of this hidden size in MODELS has two."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES | {"val_loss": 9.0})
+    folder, hf = save_gpt2(tmp_path / "gpt2", n_head=4)
+    with torch.enable_grad():
+        words = "--warmup-steps", 10**9, "--steps", 1  # the learning rate is almost 0
+        watch(TRAIN, "--init-from", folder, *words, "--checkpoint-dir", tmp_path / "ck", *SHORT)
+    export_hf.export(load_model(tmp_path / "ck"), tmp_path / "new")
+    idx = torch.tensor([encode("To be, or not to be, that is the question")])
+    wanted = hf(idx).logits
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()(idx).logits, wanted)
+    for model in load_model(tmp_path / "ck"), load_model(tmp_path / "ck" / "best.pt"), load_model(tmp_path / "new"):
+        assert model.config.n_head == 4
+        torch.testing.assert_close(model(idx)[..., :50257], wanted)
 
 
 @pytest.mark.parametrize("name", ["best.pt", "step_00000001.pt", "a model.pt"])
@@ -180,6 +199,15 @@ def test_each_option_of_sampling_has_its_effect(write):
     assert len({greedy, *texts}) == 5 and texts[0] == write(model, *short)
     several = write(model, *short, "--samples", 3).split("O Romeo")
     assert several[0] == "" and len(set(several)) == 4
+
+
+def test_text_that_cannot_be_printed_is_one_line(refused, small, monkeypatch):
+    words = "pretrain/sample.py", small, "--tokens", 2, "--device", "cpu"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        refused(*words, says="standard output is closed")
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
+    refused(*words, says="the text cannot be printed: No space left on device$")
 
 
 WRONG_SAMPLE = {

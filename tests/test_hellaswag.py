@@ -119,16 +119,16 @@ def test_a_context_may_be_empty_and_a_line_may_hold_any_character(tmp_path):
 
 
 WRONG_EXAMPLE = {
-    "an empty file": ("", "after 0 examples: it is empty"),
-    "not JSON": ('{"ctx": "The cat', "JSON parse error.* row 1"),
-    "no context": ('{"endings": ["a", "b", "c", "d"], "label": 0}', "after 1 examples: .*None"),
-    "three endings": (question(["a", "b", "c"], 0), "after 1 examples: 3 endings"),
+    "an empty file": ("", "x.jsonl contains no examples$"),
+    "not JSON": ('{"ctx": "The cat', "x.jsonl, row 2: Unterminated string|x.jsonl, row 2: Invalid control character"),
+    "no context": ('{"endings": ["a", "b", "c", "d"], "label": 0}', "x.jsonl, row 2: the column ctx is missing$"),
+    "three endings": (question(["a", "b", "c"], 0), "x.jsonl, row 2: 3 endings"),
     "an ending longer than the model": (
         question(["a", "b", "c", "sun " * 1100], 0),
-        r"after 1 examples: .*, 110\d\]",
+        r"x.jsonl, row 2: .*, 110\d\]",
     ),
-    "no such label": (question(["a", "b", "c", "d"], 4), "after 1 examples: .*label 4"),
-    "a list": ("[1, 2]", "after 0 examples: "),
+    "no such label": (question(["a", "b", "c", "d"], 4), "x.jsonl, row 2: .*label 4"),
+    "a list": ("[1, 2]", "x.jsonl, row 2: list instead of an object$"),
 }
 
 

@@ -90,7 +90,7 @@ def test_its_diff_is_within_its_limit(script):
 
 
 # The maximum number of lines in main(). In scripts that are not listed, it is 50.
-MAIN = {"baseline.py": 40, "ddp_run.py": 75, LONG: 90, "branches/fsdp_run.py": 90, FP16_10: 55, TRAIN: 105}
+MAIN = {"baseline.py": 40, "ddp_run.py": 75, LONG: 90, "branches/fsdp_run.py": 92, FP16_10: 55, TRAIN: 106}
 
 
 @pytest.mark.parametrize("script", RUNGS)
@@ -168,6 +168,7 @@ def test_the_ladder_has_the_twelve_files_that_people_type():
     ladder = ["baseline.py", *rungs, "ddp_run.py"]
     assert [script for script in SCRIPTS if script in ladder] == ladder  # other scripts may come between them
     files = [path.relative_to(ROOT).as_posix() for folder in (".", "branches") for path in ROOT.glob(f"{folder}/*.py")]
+    files.remove("branches/unattended.py")  # a link to the file in pretrain/
     assert set(files) == set(SCRIPTS) - {LONG}
 
 
@@ -177,7 +178,9 @@ def test_a_script_is_short_and_runs_alone(script):
     most = {"baseline.py": 250, "ddp_run.py": 335}.get(script, 285 if "/" not in script else 460)
     assert len(source.splitlines()) <= most
     tree = ast.parse(source)
-    used = {"torch", "tiktoken", "numpy"} | set(sys.stdlib_module_names)
+    used = (
+        {"torch", "tiktoken", "numpy"} | ({"unattended"} if "_run" in script else set()) | set(sys.stdlib_module_names)
+    )
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) else []

@@ -218,7 +218,7 @@ def test_a_value_that_is_not_finite_stops_the_run_and_is_not_saved(script, what,
     words += ["--save", tmp_path / "weights.pt"] * (script == "ddp_run.py")
     printed = refused(script, "--device", "cpu", *words, says="the loss .*is not finite at step 0")
     assert SUMMARY.search(printed)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000000.pt"] * (script in SAVING)
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["step_00000000.pt"] * (script in SAVING)
 
 
 @pytest.mark.parametrize("script", versions("main", among=ACCUMULATE))
@@ -405,6 +405,7 @@ def rank(number, world_size=2):
         patch.setattr(dist, "init_process_group", lambda backend: begin(backend, **store))
         patch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(world_size))
         patch.setattr(dist, "all_gather_object", lambda out, mine: out.__setitem__(slice(None), [mine] * world_size))
+        patch.setattr(dist, "broadcast_object_list", lambda objects: None)
         patch.setattr(torch.nn.parallel, "DistributedDataParallel", Alike)
         patch.setattr(dist, "init_device_mesh", lambda *args: None)
         patch.setattr(load(FSDP), "fully_shard", lambda part, mesh: part)  # no sharding: tensors stay whole
@@ -436,7 +437,7 @@ SIZES = "--batch-size", 2, "--seq-len", 16, "--total-batch-size", 64, "--data", 
 def test_one_rank_alone_prints_and_writes(script, tmp_path):
     for number in (1, 0):
         folder = tmp_path / str(number)
-        folder.mkdir()
+        (folder / "saved").mkdir(parents=True)
         words = "--save", folder / "weights.pt"
         if script in SAVING:
             words += "--checkpoint-dir", folder / "saved", "--save-every", 1, "--log-file", folder / "log.jsonl"

@@ -1,0 +1,1 @@
+../pretrain/unattended.py

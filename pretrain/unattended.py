@@ -1,0 +1,155 @@
+"""For a run that nobody watches: its checkpoint folder, which it locks, the signals that end it, and its log.
+
+branches/unattended.py is a link to this file, because both long_run.py and fsdp_run.py import it.
+"""
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def allow_any_character():
+    """Let print() escape a character that the terminal cannot show, such as one of a path, and not raise an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None if standard output is closed
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def try_lock(fd):
+    """Lock an open file until this process ends. Return False if another process has locked it."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:  # on some network file systems
+        print(f"cannot lock the checkpoint folder ({error.strerror}): start no second run in it", file=sys.stderr)
+    return True
+
+
+def lock_folder(folder, rank):
+    """Create a checkpoint folder and lock it for this run. All ranks call it, but only rank 0 has the lock.
+
+    Raises OSError if the folder cannot be created or if another run has the lock; SystemExit on the other ranks. After
+    a restart by torchrun, the old rank 0 may still be saving, so the new one waits for up to a minute.
+    """
+    error = [None]
+    if rank == 0:
+        deadline = time.monotonic() + 60 * (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            fd = os.open(folder / "lock", os.O_CREAT | os.O_APPEND | os.O_WRONLY)  # open until the process ends
+            while not try_lock(fd):
+                if time.monotonic() >= deadline:
+                    raise BlockingIOError(f"another run is using {folder}")
+                time.sleep(1)
+        except OSError as problem:
+            error = [problem]
+    if dist.is_initialized():
+        dist.broadcast_object_list(error)
+    if error[0]:
+        raise error[0] if rank == 0 else SystemExit(1)  # one message is enough
+
+
+def open_run(args, task, config):
+    """Return the state of the run in --checkpoint-dir, or of a new run. All ranks call it.
+
+    `task` maps the names of settings to the values that a resumed run must have, too, and `config` is the model's. The
+    state of a resumed run contains "model" and "optim". Raises OSError if the folder belongs to another run.
+    """
+    folder, run = args.checkpoint_dir, {"task": task, "config": config, "steps": args.steps, "step": 0, "log": 0}
+    run |= {"begun": time.time()}
+    if folder:
+        lock_folder(folder, args.rank)
+    saved = load_checkpoint(folder) if folder else None
+    if folder and not saved and (folder / "best.pt").exists():
+        raise OSError(f"{folder} has the best.pt of another run: use another folder")
+    if saved and saved.get("step", 1) and not args.resume:
+        raise OSError(f"{folder} has checkpoints: --resume continues from them, and a new run needs another folder")
+    run = {"config": config} | saved if saved and args.resume else run  # old checkpoints contain no "config"
+    for name, value in (task | {"config": config}).items():
+        if (saved_value := (run | run.get("task", {})).get(name)) != value:
+            raise OSError(f"{folder} has checkpoints of another run: {name} {saved_value}, not {value}")
+    if dist.is_initialized():
+        dist.all_gather_object(steps := [0] * args.world_size, run["step"])
+        if len(set(steps)) > 1:
+            raise OSError(f"the ranks do not see the same {folder}: they would resume at steps {steps}")
+    if folder and not run["step"] and args.rank == 0:
+        save_whole(folder / "step_00000000.pt", run)  # no weights; a run killed early needs its "begun" to find its log
+    if folder:
+        print(f"{run['step']} of {args.steps} steps are done, in {folder}", flush=True)
+    if run["steps"] != args.steps and run["step"] < args.steps:
+        print(f"--steps was {run['steps']}: from here on, the learning rate follows another schedule")
+    return run | {"steps": args.steps}
+
+
+def load_checkpoint(folder):
+    """Return the latest readable checkpoint, or None. Raises OSError if every checkpoint is damaged."""
+    paths = sorted(folder.glob("step_????????.pt"), reverse=True)
+    for path in paths:
+        try:  # weights_only prevents code execution; with mmap, the ranks on one machine share one copy
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch.load raises many exception types for a damaged file
+            print(f"{path} cannot be read: {repr(error)[:200]}", file=sys.stderr)
+    if paths:
+        raise OSError(f"no checkpoint in {folder} can be read")
+
+
+def save_whole(path, contents):
+    """Save `contents` for torch.load() under a temporary name, then rename the file. Raises OSError."""
+    unfinished = Path(f"{path}.tmp")
+    try:
+        with open(unfinished, "wb") as file:
+            torch.save(contents, file)
+            file.flush(), os.fsync(file.fileno())  # otherwise, a power cut could leave an empty file at `path`
+        os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:  # on a full disk, torch.save turns the OSError into a RuntimeError
+        raise OSError(f"{path} cannot be written: {error.__context__ or error}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def catch_signals(alone):
+    """Return a list that collects signals: Ctrl-C, SIGTERM, and SIGHUP, which a closed terminal sends.
+
+    Signals that are ignored, such as SIGHUP under nohup, stay ignored. If the run is one process (`alone`), the first
+    Ctrl-C prints a message, and the second raises KeyboardInterrupt. Under torchrun, one Ctrl-C causes several signals.
+    """
+    signals, terminals = [], [fd for fd in (1, 2) if os.isatty(fd)]
+
+    def note(number, frame):
+        signals.append(number)
+        for fd in terminals if number == signal.SIGHUP else ():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)  # otherwise, the next print would raise OSError
+        if alone and number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            with contextlib.suppress(OSError):  # not print(), which may be what the signal has interrupted
+                os.write(2, b"stopping after this step; a second Ctrl-C stops at once and does not save\n")
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, note)
+    return signals
+
+
+def open_log(args, run):
+    """Return the log, truncated to its length at the checkpoint. Raises OSError, also if it is another run's log."""
+    if not args.log_file or args.rank > 0:
+        return open(os.devnull, "w")
+    args.log_file.parent.mkdir(parents=True, exist_ok=True)
+    log = open(args.log_file, "a+", buffering=1, encoding="utf-8", errors="replace")
+    size, header = log.tell(), json.dumps({"begun": run["begun"]} | run["task"]) + "\n"  # unique to this run
+    log.seek(0)
+    if size < run["log"] or not header.startswith(log.readline()):  # a kill may have truncated the header
+        raise FileExistsError(f"{args.log_file} is not the log of this run, or is incomplete")
+    log.seek(log.truncate(run["log"]))
+    if not run["log"]:
+        log.write(header)
+    return log
