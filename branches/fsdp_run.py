@@ -363,7 +363,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_checkpoint(args, run, model, optimizer, log):
-    """Save step_N.pt and delete all but the latest checkpoints. All ranks call it. Raises OSError, UserError."""
+    """Save step_N.pt and delete all but the latest checkpoints. All ranks call it. Raises OSError."""
     weights, moments = get_state_dict(model, optimizer, options=WHOLE)
     if args.rank == 0:
         if args.log_file:

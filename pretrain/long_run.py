@@ -3,7 +3,7 @@
 If a run is killed, --resume continues from the latest checkpoint. On a CPU with one or two ranks, the losses then match
 the losses of an uninterrupted run to the last digit. A checkpoint contains the step, the position in the text, and
 three float32 numbers per parameter: its weight and AdamW's two moments. With 124M parameters, a checkpoint takes 1.5
-GB. After SIGINT or SIGTERM, a run with checkpoints finishes the current step, saves a checkpoint and exits.
+GB. After Ctrl-C, SIGTERM or SIGHUP, a run with checkpoints finishes the current step, saves a checkpoint and exits.
 
 When it does not help: if a run takes a few minutes, you can start it again. Checkpoints do not reduce the step time.
 
@@ -354,7 +354,7 @@ def print_summary(times, tokens_per_step, device, start):
 
 
 def save_checkpoint(args, run, model, optimizer, log):
-    """Save step_N.pt and delete all but the latest checkpoints. All ranks call it. Raises OSError, UserError."""
+    """Save step_N.pt and delete all but the latest checkpoints. All ranks call it. Raises OSError."""
     weights, moments = get_state_dict(model, optimizer)
     if args.rank == 0:
         if args.log_file:

@@ -445,7 +445,7 @@ def print_summary(times, tokens_per_step, device, start):
 
 
 def save_checkpoint(args, run, model, optimizer, log):
-    """Save step_N.pt and delete all but the latest checkpoints. All ranks call it. Raises OSError, UserError."""
+    """Save step_N.pt and delete all but the latest checkpoints. All ranks call it. Raises OSError."""
     weights, moments = get_state_dict(model, optimizer)
     if args.rank == 0:
         if args.log_file:

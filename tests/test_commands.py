@@ -16,7 +16,7 @@ from conftest import EAGER, ROOT, play, press_ctrl_c_at, run_guard
 
 PROGRAMS = "make python uv torchrun".split()
 TRAIN = "python pretrain/train.py --device cpu --data input.txt --steps 60 --warmup-steps 10 --eval-every 20 "
-TRAIN += '--prompt "ROMEO:" --checkpoint-dir runs/first --tensorboard runs/first/tb'
+TRAIN += '--prompt "ROMEO:" --checkpoint-dir runs/first --log-file runs/first.jsonl'
 LONG_RUN = "torchrun --standalone --nproc_per_node=2 pretrain/long_run.py --steps 5000 --checkpoint-dir checkpoints "
 LONG_RUN += "--save-every 250 --resume --log-file log.jsonl"
 BOOKS = "mkdir books; cp input.txt books"
