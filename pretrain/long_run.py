@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from unattended import allow_any_character, catch_signals, open_log, open_run, save_whole
+from unattended import allow_any_character, catch_signals, open_log, open_run, save_checkpoint
 
 
 @dataclass
@@ -269,7 +269,8 @@ def main():
             if ddp:
                 dist.all_reduce(stop)  # if any rank received a signal, all ranks stop after the same step
             if args.checkpoint_dir and (stop or (step + 1) % args.save_every == 0 or step + 1 == args.steps):
-                save_checkpoint(args, run | {"step": step + 1, "position": loader.position}, model, optimizer, log)
+                state = {"step": step + 1, "position": loader.position}
+                save_checkpoint(args, run | state, get_state_dict(model, optimizer), log)
             if stop and step + 1 < args.steps:
                 print(f"stopped after step {step}: to go on, run the same command with --resume", flush=True)
                 sys.exit(1)
@@ -351,21 +352,6 @@ def print_summary(times, tokens_per_step, device, start):
         print(f"median of steps {start + first}-{start + len(times) - 1}: {1000 * median:.2f} ms", end=", ")
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""), flush=True)
-
-
-def save_checkpoint(args, run, model, optimizer, log):
-    """Save step_N.pt and delete all but the latest checkpoints. All ranks call it. Raises OSError."""
-    weights, moments = get_state_dict(model, optimizer)
-    if args.rank == 0:
-        if args.log_file:
-            os.fsync(log.fileno())  # otherwise, a power cut could leave the log shorter than the checkpoint records
-            run["log"] = log.tell()
-        path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
-        save_whole(path, run | {"model": weights, "optim": moments})
-        print(f"saved {path}", flush=True)
-        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # later ones are damaged
-        for old in [*paths[: -args.keep], *path.parent.glob("*.pt.tmp")]:  # .tmp: left by a kill during a save
-            old.unlink()
 
 
 class UserError(ValueError):

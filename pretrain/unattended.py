@@ -102,6 +102,20 @@ def load_checkpoint(folder):
         raise OSError(f"no checkpoint in {folder} can be read")
 
 
+def save_checkpoint(args, run, state_dicts, log):
+    """Save step_N.pt, on rank 0, and delete all but the latest checkpoints. Raises OSError."""
+    if args.rank == 0:
+        if args.log_file:
+            os.fsync(log.fileno())  # otherwise, a power cut could leave the log shorter than the checkpoint records
+            run["log"] = log.tell()
+        path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
+        save_whole(path, run | dict(zip(("model", "optim"), state_dicts, strict=True)))
+        print(f"saved {path}", flush=True)
+        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # later ones are damaged
+        for old in [*paths[: -args.keep], *path.parent.glob("*.pt.tmp")]:  # .tmp: left by a kill during a save
+            old.unlink()
+
+
 def save_whole(path, contents):
     """Save `contents` for torch.load() under a temporary name, then rename the file. Raises OSError."""
     unfinished = Path(f"{path}.tmp")
