@@ -30,7 +30,6 @@ import io
 import json
 import os
 import pkgutil
-import runpy
 import shlex
 import sys
 from collections import Counter
@@ -51,7 +50,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from baseline import MODELS
 from dev.ladder import ROOT, Rung, read_ladder, read_toml
-from measure.kernels import group
+from measure.kernels import group, run_script
 from measure.records import OVERRIDES, options, peaks, save, text
 
 PEER = Rung("measure/peers.py compiled", "transformers, compiled", "", "peer", precision="bf16")
@@ -235,7 +234,7 @@ def run_fake(script, flags, mode, patches, cuda=True, environment=None):
             fake,
             mode,
         ):
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            run_script(ROOT / script)
     finally:
         torch.use_deterministic_algorithms(deterministic)
 

@@ -14,6 +14,7 @@ import runpy
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -158,13 +159,19 @@ def profile(run):
         }
 
 
+def run_script(path):
+    """Run a script in this process as `python path` would: it can import the other files in its folder."""
+    with mock.patch.object(sys, "path", [str(Path(path).resolve().parent), *sys.path]):
+        runpy.run_path(str(path), run_name="__main__")
+
+
 if __name__ == "__main__":
     sys.argv.pop(0)
     if sys.argv[:1] == ["-m"]:  # as in python -m measure.peers
         sys.argv.pop(0)
         run = functools.partial(runpy.run_module, sys.argv[0], run_name="__main__", alter_sys=True)
     elif sys.argv and Path(sys.argv[0]).is_file():
-        run = functools.partial(runpy.run_path, sys.argv[0], run_name="__main__")
+        run = functools.partial(run_script, sys.argv[0])
     else:
         sys.exit(f"kernels.py: error: expected a script to run, not {' '.join(sys.argv[:1]) or 'nothing'}")
     try:

@@ -26,7 +26,6 @@ import functools
 import itertools
 import json
 import os
-import runpy
 import shlex
 import sys
 import tempfile
@@ -49,6 +48,7 @@ from baseline import MODELS
 from dev.ladder import ROOT, read_ladder, title
 from measure.counts import fake_compile, run_fake
 from measure.device import memory_in_use
+from measure.kernels import run_script
 from measure.records import TEN, now, options, parse, save, text
 from measure.run import ask, execute
 
@@ -268,7 +268,7 @@ def print_peak(script, *options):
         return to(model, *args)
 
     def run():
-        runpy.run_path(script, run_name="__main__")
+        run_script(script)
 
     if options[-1] == "--checkpointing":
         torch.nn.Module.to, options = checkpointed, options[:-1]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import ROOT, SCRIPTS, play, press_ctrl_c_at, since
 
-from measure import counts, device, plots, records, run, tables
+from measure import counts, device, kernels, plots, records, run, tables
 
 LADDER = SCRIPTS[:12]
 HOST = {"id": "0123abcd", "device": "cpu", "name": "Made Up(R) 9000", "capability": "AVX2", "torch": "2", "cuda": None}
@@ -625,3 +625,10 @@ def test_the_measured_speed_agrees_with_an_outside_clock():
         if inside == pytest.approx(outside, rel=0.05):
             return
     pytest.fail(f"the steps say that they took {inside:.2f} s, and their lines came within {outside:.2f} s")
+
+
+def test_a_script_that_is_profiled_or_counted_finds_the_files_beside_it(tmp_path, capsys):
+    (tmp_path / "script.py").write_text("import beside_the_script")
+    (tmp_path / "beside_the_script.py").write_text("print('found')")
+    kernels.run_script(tmp_path / "script.py")
+    assert capsys.readouterr().out == "found\n" and str(tmp_path) not in sys.path
