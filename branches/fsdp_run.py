@@ -225,6 +225,7 @@ def main():
     task = {"--model": args.model, "--init-from": args.init_from, "--seq-len": T}
     task |= {"--seed": args.seed, "--total-batch-size": total, "tokens in --data": len(loader.tokens)}  # must match
     run = open_run(args, task, vars(model.config))
+    log = open_log(args, run)
 
     model.to(device)
     model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
@@ -234,7 +235,6 @@ def main():
         parts = {"model_state_dict": run.pop("model"), "optim_state_dict": run.pop("optim")}
         set_state_dict(model, optimizer, **parts, options=WHOLE)
         loader.position = run["position"]
-    log = open_log(args, run)
     signals = catch_signals(alone=not ddp) if args.checkpoint_dir else []  # the loop finishes the step, then saves
     synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None  # no-op on a CPU
     times = []  # seconds per step
@@ -275,7 +275,7 @@ def main():
                 state = {"step": step + 1, "position": loader.position}
                 save_checkpoint(args, run | state, get_state_dict(model, optimizer, options=WHOLE), log)
             if stop and step + 1 < args.steps:
-                print(f"stopped after step {step}: to go on, run the same command with --resume", flush=True)
+                print(f"stopped after step {step}: to continue, run the same command with --resume", flush=True)
                 sys.exit(1)
     finally:  # runs after Ctrl-C as well
         print_summary(times, total, device, run["step"])
@@ -359,7 +359,7 @@ def print_summary(times, tokens_per_step, device, start):
         print(f"{tokens_per_step / median:,.0f} tok/s" + (f", peak memory {peak:.2f} GiB" if peak else ""), flush=True)
 
 
-# Checkpoints contain whole tensors, as in long_run.py: saving gathers the shards, and loading shards the tensors again
+# Checkpoints contain whole tensors, as in long_run.py. Saving gathers the shards, and loading splits the tensors again.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 

@@ -21,7 +21,7 @@ def config_of(saved):
     n_layer = sum(name.endswith(".ln_1.weight") for name in state)
     heads = {config.n_embd: config.n_head for config in long_run.MODELS.values()}
     if n_embd not in heads:
-        raise ValueError(f"the number of heads is not in the file, and no --model has the hidden size {n_embd}")
+        raise ValueError(f"the file does not contain the number of heads, and no GPT-2 has the hidden size {n_embd}")
     return long_run.GPTConfig(n_layer=n_layer, n_head=heads[n_embd], n_embd=n_embd)
 
 

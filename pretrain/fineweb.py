@@ -3,9 +3,9 @@
     python pretrain/fineweb.py                          writes 10 billion tokens of FineWeb-Edu to pretrain/fineweb10B
     python pretrain/fineweb.py --out shards *.parquet   reads your own files and writes to the folder shards
 
-Your own files can be .parquet or .jsonl with a "text" column, or .txt with one document each. Other columns are not
-read. <|endoftext|> precedes each document, and a document may continue in the next shard. If a run is killed, run the
-same command again to continue.
+Your own files can be .parquet or .jsonl with a "text" column, or .txt with one document each. Other columns are
+ignored. <|endoftext|> precedes each document, and a document may continue in the next shard. If a run is killed, run
+the same command again to continue.
 
 Shards have llm.c's format (https://github.com/karpathy/llm.c): a header of 256 int32 values, then the tokens as uint16.
 Both are little-endian. The header begins with the magic number 20240520, the version number 1 and the number of tokens.
@@ -32,7 +32,7 @@ from tqdm import tqdm
 MAGIC, VERSION, HEADER_BYTES, VOCABULARY = 20240520, 1, 1024, 50257
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 CHUNK = 1024  # documents to read and tokenize together
-# No token of GPT-2 spans this place: before the last of several spaces. Only Python counts \x1c to \x1f as spaces.
+# Splitting before the last of several spaces does not change the tokens. Only Python's \s contains \x1c to \x1f.
 BOUNDARY = re.compile(r"(?<=\s)(?=[^\S\x1c-\x1f]\S)")
 
 
@@ -118,13 +118,13 @@ def hub_files(dataset, split, **config):
     try:
         return [str(file) for file in load_dataset_builder(dataset, **config).config.data_files[split]]
     except Exception as error:  # load_dataset_builder raises many exception types
-        hint = "without a network, give local files (the dataset's own files work unchanged)"
+        hint = "without a network, pass the dataset's files, downloaded on another machine"
         raise DataError(f"loading from the hub failed; {hint}: {' '.join(str(error).split())[:200]}") from None
 
 
 def rows_of(file, name, columns):
     """Return an iterator over the rows (dicts) of an open file. From a Parquet file, only these columns are read."""
-    kind = KINDS.get(Path(str(name).removesuffix(".gz")).suffix)
+    kind = KINDS.get(Path(str(name).removesuffix(".gz")).suffix)  # files on the hub may be compressed
     if kind == "parquet":
         from pyarrow.parquet import ParquetFile
 
@@ -195,7 +195,7 @@ def write(args, done):
     """Write the remaining shards and update progress.json. `done` is from begin(). Raises OSError, ValueError."""
     files = args.files or hub_files(args.dataset, "train", name=args.name)
     rows = read_rows(files, {args.column: str}, done["start"])
-    size, skip, skipped, pieces = args.shard_size, done["skip"], done["skipped"], []
+    size, skip, left_out, pieces = args.shard_size, done["skip"], done["left_out"], []
 
     def finish(parts, **where):
         for part in parts:
@@ -213,29 +213,29 @@ def write(args, done):
                 joined = np.concatenate(pieces)
                 full, rest = np.split(joined, [len(joined) // size * size])
                 pieces = [rest]  # tokens that do not fill a shard yet
-                finish(full.reshape(-1, size), start=start, skip=len(tokens) - len(rest), skipped=skipped)
+                finish(full.reshape(-1, size), start=start, skip=len(tokens) - len(rest), left_out=left_out)
             for (i, row), error in failed:
                 bar.write(f"left out: {files[i]}, row {row + 1}: {error}", file=sys.stderr)
-            skipped += len(failed)
+            left_out += len(failed)
     rest = np.concatenate([np.empty(0, np.uint16), *pieces])
-    cut = 0 if done["shards"] else -(-len(rest) // 10)  # no shard is full: hold out a tenth for validation
+    cut = 0 if done["shards"] else -(-len(rest) // 10)  # no shard is full: hold out a tenth, rounded up
     parts = [part for part in np.split(rest, [cut]) if len(part)]
     if done["shards"] + len(parts) < 2:
-        raise ValueError(f"{done['tokens'] + len(rest)} tokens do not fill two shards of {size}, one for validation")
-    finish(parts, end=True, skipped=skipped)
+        raise ValueError(f"{done['tokens'] + len(rest)} tokens do not fill a shard of {size} and part of a second one")
+    finish(parts, end=True, left_out=left_out)
 
 
 def begin(args):
     """Return the progress of the run in args.out. Raises OSError, or ValueError if a different command began it."""
     source = vars(args) | {"out": None, "files": [[file, os.path.getsize(file)] for file in args.files]}
-    done = {"source": source, "shards": 0, "tokens": 0, "start": [0, 0], "skip": 0, "skipped": 0, "end": False}
+    done = {"source": source, "shards": 0, "tokens": 0, "start": [0, 0], "skip": 0, "left_out": 0, "end": False}
     shards, progress = [Shard(path) for path in sorted(args.out.glob("*.bin"))], args.out / "progress.json"
     if progress.exists():
         theirs = json.loads(progress.read_text(encoding="utf-8"))
         if not isinstance(theirs, dict) or theirs.keys() != done.keys() or theirs["source"] != source:
             raise ValueError("its progress.json is from other files or settings: use another folder")
         for number in range(theirs["shards"]):
-            Shard(shard_path(args.out, number))  # raises OSError if missing, because a single shard cannot be recreated
+            Shard(shard_path(args.out, number))  # raises OSError if missing, because the program only appends shards
         return theirs
     if shards:
         raise ValueError("it contains shards from another source: use another folder")
@@ -272,13 +272,13 @@ def main():
             write(args, done)
     except Exception as error:  # the hub and the libraries raise many exception types
         if not any(args.out.glob("*.bin")):
-            (args.out / "progress.json").unlink()
+            (args.out / "progress.json").unlink()  # nothing else was written, so leave no folder behind
             if not any(args.out.iterdir()):
                 args.out.rmdir()
         reason = " ".join(str(error).split())[:300]
         parser.exit(1 if done["shards"] else 2, f"{parser.prog}: error: --out {args.out}: {reason}\n")
-    left_out = f", {done['skipped']} documents left out" if done["skipped"] else ""
-    print(f"{args.out} is complete: {done['tokens']} tokens, {done['shards']} shards{left_out}")
+    less = f", {done['left_out']} documents left out" if done["left_out"] else ""
+    print(f"{args.out} is complete: {done['tokens']} tokens, {done['shards']} shards{less}")
 
 
 if __name__ == "__main__":

@@ -220,6 +220,7 @@ def main():
     task = {"--model": args.model, "--init-from": args.init_from, "--seq-len": T}
     task |= {"--seed": args.seed, "--total-batch-size": total, "tokens in --data": len(loader.tokens)}  # must match
     run = open_run(args, task, vars(model.config))
+    log = open_log(args, run)
 
     model.to(device)
     model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
@@ -230,7 +231,6 @@ def main():
     if run["step"]:  # a model with dropout would also need the random generators' states
         set_state_dict(model, optimizer, model_state_dict=run.pop("model"), optim_state_dict=run.pop("optim"))
         loader.position = run["position"]
-    log = open_log(args, run)
     signals = catch_signals(alone=not ddp) if args.checkpoint_dir else []  # the loop finishes the step, then saves
     synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None  # no-op on a CPU
     times = []  # seconds per step
@@ -272,7 +272,7 @@ def main():
                 state = {"step": step + 1, "position": loader.position}
                 save_checkpoint(args, run | state, get_state_dict(model, optimizer), log)
             if stop and step + 1 < args.steps:
-                print(f"stopped after step {step}: to go on, run the same command with --resume", flush=True)
+                print(f"stopped after step {step}: to continue, run the same command with --resume", flush=True)
                 sys.exit(1)
     finally:  # runs after Ctrl-C as well
         print_summary(times, total, device, run["step"])

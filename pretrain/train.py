@@ -292,6 +292,7 @@ def main():
     task |= {"--seed": args.seed, "--total-batch-size": total, "tokens in --data": loader.size}  # must match
     task |= {"--warmup-steps": args.warmup_steps}
     run = open_run(args, task, vars(model.config))
+    log = open_log(args, run)
 
     model.to(device)
     model.compile(mode=args.compile_mode, dynamic=False)  # otherwise, an evaluation would make the shapes dynamic
@@ -303,7 +304,6 @@ def main():
     if run["step"]:  # a model with dropout would also need the random generators' states
         set_state_dict(model, optimizer, model_state_dict=run.pop("model"), optim_state_dict=run.pop("optim"))
         loader.position = run["position"]
-    log = open_log(args, run)
     signals = catch_signals(alone=not ddp) if args.checkpoint_dir else []  # the loop finishes the step, then saves
     synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None  # no-op on a CPU
     times, pauses = [], []  # seconds per step, seconds per evaluation
@@ -315,6 +315,7 @@ def main():
                     scores = evaluate(raw_model, loader, examples, prompt, args.seed, device, max(20 * total, 2**17))
                 report(args, run, step, scores, log)
                 pauses.append(scores["eval_sec"])
+                run["eval_sec"] = min(*pauses, run.get("eval_sec", math.inf))
             if step == args.steps:
                 break
             synchronize(device)
@@ -340,7 +341,8 @@ def main():
             times.append(time.perf_counter() - start)
             print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
             left = np.median(times[1:][-10:] or times) * (args.steps - step - 1)  # seconds
-            left += min(pauses, default=0) * ((args.steps - 1) // args.eval_every - step // args.eval_every + 1)
+            evaluations = (args.steps - 1) // args.eval_every - step // args.eval_every + 1  # to come
+            left += run.get("eval_sec", 0) * evaluations
             print(f"dt {1000 * times[-1]:8.2f} ms | {total / times[-1]:10,.0f} tok/s", end="")
             print(f" | {left / 60:.1f} min left" if times[1:] else "", flush=True)
             if not math.isfinite(loss.item() + norm.item()):
@@ -355,7 +357,7 @@ def main():
                 state = {"step": step + 1, "position": loader.position, "due": due}
                 save_checkpoint(args, run | state, get_state_dict(model, optimizer), log)
             if stop and step + 1 < args.steps:
-                print(f"stopped after step {step}: to go on, run the same command with --resume", flush=True)
+                print(f"stopped after step {step}: to continue, run the same command with --resume", flush=True)
                 sys.exit(1)
     finally:  # runs after Ctrl-C as well
         print_summary(times, total, device, run["step"])

@@ -1,6 +1,6 @@
-"""For a run that nobody watches: its checkpoint folder, which it locks, the signals that end it, and its log.
+"""Checkpoints, signals and the log of a long run. Errors are OSErrors, which the scripts print on one line.
 
-branches/unattended.py is a link to this file, because both long_run.py and fsdp_run.py import it.
+branches/unattended.py is a symbolic link to this file, because fsdp_run.py imports it as well.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 
 def allow_any_character():
-    """Let print() escape a character that the terminal cannot show, such as one of a path, and not raise an error."""
+    """Make print() escape characters that the terminal cannot show, for example in a path, and not raise an error."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # None if standard output is closed
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -30,22 +30,23 @@ def try_lock(fd):
     except (BlockingIOError, PermissionError):
         return False
     except OSError as error:  # on some network file systems
-        print(f"cannot lock the checkpoint folder ({error.strerror}): start no second run in it", file=sys.stderr)
+        print(f"--checkpoint-dir cannot be locked ({error.strerror}): start only one run in it", file=sys.stderr)
     return True
 
 
 def lock_folder(folder, rank):
     """Create a checkpoint folder and lock it for this run. All ranks call it, but only rank 0 has the lock.
 
-    Raises OSError if the folder cannot be created or if another run has the lock; SystemExit on the other ranks. After
-    a restart by torchrun, the old rank 0 may still be saving, so the new one waits for up to a minute.
+    If the folder cannot be created or another run has the lock, rank 0 raises OSError, and the others raise SystemExit.
+    After a restart by torchrun, the old rank 0 may still be saving, so the new one waits up to a minute.
     """
     error = [None]
     if rank == 0:
-        deadline = time.monotonic() + 60 * (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        deadline = time.monotonic() + (60 if restarted else 0)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            fd = os.open(folder / "lock", os.O_CREAT | os.O_APPEND | os.O_WRONLY)  # open until the process ends
+            fd = os.open(folder / "lock", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o666)  # never closed
             while not try_lock(fd):
                 if time.monotonic() >= deadline:
                     raise BlockingIOError(f"another run is using {folder}")
@@ -61,24 +62,25 @@ def lock_folder(folder, rank):
 def open_run(args, task, config):
     """Return the state of the run in --checkpoint-dir, or of a new run. All ranks call it.
 
-    `task` maps the names of settings to the values that a resumed run must have, too, and `config` is the model's. The
-    state of a resumed run contains "model" and "optim". Raises OSError if the folder belongs to another run.
+    `task` maps the names of settings to the values that must not change when a run is resumed, and `config` is the
+    model's. The state of a resumed run contains "model" and "optim". Raises OSError if the folder is another run's.
     """
     folder, run = args.checkpoint_dir, {"task": task, "config": config, "steps": args.steps, "step": 0, "log": 0}
-    run |= {"begun": time.time()}
+    run["begun"] = time.time()  # identifies the run in its log
     if folder:
         lock_folder(folder, args.rank)
     saved = load_checkpoint(folder) if folder else None
     if folder and not saved and (folder / "best.pt").exists():
-        raise OSError(f"{folder} has the best.pt of another run: use another folder")
+        raise OSError(f"{folder} contains the best.pt of another run: use another folder")
     if saved and saved.get("step", 1) and not args.resume:
         raise OSError(f"{folder} has checkpoints: --resume continues from them, and a new run needs another folder")
-    run = {"config": config} | saved if saved and args.resume else run  # old checkpoints contain no "config"
+    run = ({"config": config} | saved) if saved and args.resume else run  # old checkpoints contain no "config"
     for name, value in (task | {"config": config}).items():
         if (saved_value := (run | run.get("task", {})).get(name)) != value:
             raise OSError(f"{folder} has checkpoints of another run: {name} {saved_value}, not {value}")
     if dist.is_initialized():
-        dist.all_gather_object(steps := [0] * args.world_size, run["step"])
+        steps = [0] * args.world_size
+        dist.all_gather_object(steps, run["step"])
         if len(set(steps)) > 1:
             raise OSError(f"the ranks do not see the same {folder}: they would resume at steps {steps}")
     if folder and not run["step"] and args.rank == 0:
@@ -86,7 +88,7 @@ def open_run(args, task, config):
     if folder:
         print(f"{run['step']} of {args.steps} steps are done, in {folder}", flush=True)
     if run["steps"] != args.steps and run["step"] < args.steps:
-        print(f"--steps was {run['steps']}: from here on, the learning rate follows another schedule")
+        print(f"--steps was {run['steps']}: the learning rate now follows the schedule for {args.steps} steps")
     return run | {"steps": args.steps}
 
 
@@ -140,12 +142,13 @@ def catch_signals(alone):
 
     def note(number, frame):
         signals.append(number)
-        for fd in terminals if number == signal.SIGHUP else ():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)  # otherwise, the next print would raise OSError
+        if number == signal.SIGHUP:
+            for fd in terminals:  # otherwise, the next print would raise OSError
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         if alone and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            with contextlib.suppress(OSError):  # not print(), which may be what the signal has interrupted
-                os.write(2, b"stopping after this step; a second Ctrl-C stops at once and does not save\n")
+            with contextlib.suppress(OSError):  # not print(): the signal may have interrupted one
+                os.write(2, b"stopping after this step, which may first compile; press Ctrl-C again to stop unsaved\n")
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -154,16 +157,18 @@ def catch_signals(alone):
 
 
 def open_log(args, run):
-    """Return the log, truncated to its length at the checkpoint. Raises OSError, also if it is another run's log."""
+    """Return the log, truncated to its length at the checkpoint. Raises OSError if it is another run's, or no file."""
     if not args.log_file or args.rank > 0:
         return open(os.devnull, "w")
+    header = json.dumps({"begun": run["begun"]} | run["task"]) + "\n"  # unique to this run
     args.log_file.parent.mkdir(parents=True, exist_ok=True)
+    if run["log"] > (args.log_file.stat().st_size if args.log_file.exists() else 0):
+        raise OSError(f"{args.log_file} is not the log of this run: it lacks the steps before the checkpoint")
     log = open(args.log_file, "a+", buffering=1, encoding="utf-8", errors="replace")
-    size, header = log.tell(), json.dumps({"begun": run["begun"]} | run["task"]) + "\n"  # unique to this run
     log.seek(0)
-    if size < run["log"] or not header.startswith(log.readline()):  # a kill may have truncated the header
-        raise FileExistsError(f"{args.log_file} is not the log of this run, or is incomplete")
-    log.seek(log.truncate(run["log"]))
+    if not header.startswith(log.readline()):  # a kill may have truncated the header
+        raise OSError(f"{args.log_file} is not the log of this run: use another file")
+    log.seek(log.truncate(run["log"]))  # truncate() returns the new length
     if not run["log"]:
         log.write(header)
     return log

@@ -323,6 +323,8 @@ def test_a_log_without_the_steps_of_the_checkpoint_is_refused_unchanged(saved, t
         log.write_text(left)
         no_start("--checkpoint-dir", saved, "--resume", "--log-file", log.name, says="log.jsonl is not the log of this")
         assert log.read_text() == left
+    no_start("--checkpoint-dir", saved, "--resume", "--log-file", "new.jsonl", says="new.jsonl is not the log of this")
+    assert not (tmp_path / "new.jsonl").exists()
     train(7, "--checkpoint-dir", saved, "--resume")  # without --log-file, the damaged log is not read
     log.write_text(whole)
     train(8, "--checkpoint-dir", saved, "--resume", "--log-file", log.name)
@@ -439,7 +441,7 @@ def test_the_first_ctrl_c_says_what_it_does_and_the_second_stops_at_once(tmp_pat
     with pytest.raises(KeyboardInterrupt):
         train(8, "--checkpoint-dir", tmp_path)
     assert len(batches) == 3 and names(tmp_path) == ["step_00000000.pt"]
-    assert capfd.readouterr().err.startswith("stopping after this step; a second Ctrl-C stops at once")
+    assert capfd.readouterr().err.startswith("stopping after this step, which may first compile; press Ctrl-C")
 
 
 def test_one_ctrl_c_under_torchrun_is_several_signals(monkeypatch):
@@ -458,7 +460,7 @@ def test_a_run_that_was_stopped_names_the_way_to_go_on(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)
         load(LONG).main()
     restore_signals()
-    assert "\nstopped after step 1: to go on, run the same command with --resume\n" in printed.getvalue()
+    assert "\nstopped after step 1: to continue, run the same command with --resume\n" in printed.getvalue()
 
 
 HOLD = """
@@ -537,7 +539,7 @@ def test_a_file_system_without_locks_is_one_line_and_no_obstacle(saved, undistur
     monkeypatch.setattr(unattended.fcntl, "lockf", no_locks)
     assert curve(train(8, "--checkpoint-dir", saved, "--resume")) == curve(undisturbed)[6:]
     assert capfd.readouterr().err.splitlines() == [
-        "cannot lock the checkpoint folder (No locks available): start no second run in it"
+        "--checkpoint-dir cannot be locked (No locks available): start only one run in it"
     ]
 
 

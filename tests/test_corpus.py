@@ -242,7 +242,7 @@ def test_a_lone_surrogate_becomes_a_replacement_character(shard, tmp_path):
 
 WRONG_CORPUS = {
     "no such file": (["nowhere.jsonl"], r"\S*nowhere.jsonl is not a file"),
-    "no text": (["empty.jsonl"], "0 tokens do not fill two shards"),
+    "no text": (["empty.jsonl"], "0 tokens do not fill a shard of 100000000 and part of a second one"),
     "a folder": (["foreign"], r"\S*foreign is not a file"),
     "an unknown kind": (["c.doc"], r"\S*c\.doc is not a \.txt, \.jsonl or \.parquet file"),
     "no such column": (["a.jsonl", "--column", "body"], "a.jsonl, row 1: the column body is missing$"),
@@ -257,7 +257,10 @@ WRONG_CORPUS = {
     "shards of something else": (["a.jsonl", "--out", "public"], "public.*another source"),
     "begun with other settings": (["a.jsonl", "--out", "begun", "--shard-size", "9"], "begun: its progress.json"),
     "a progress.json of another program": (["a.jsonl", "--out", "theirs"], "theirs: its progress.json"),
-    "one shard alone": (["a.jsonl", "--shard-size", "12"], "12 tokens do not fill two shards"),
+    "one shard alone": (
+        ["a.jsonl", "--shard-size", "12"],
+        "12 tokens do not fill a shard of 12 and part of a second one",
+    ),
     "a shard of one token": (["a.jsonl", "--shard-size", "1"], "at least 2"),
     "more tokens than the header can count": (["a.jsonl", "--shard-size", str(2**31)], "less than 2"),
 }
@@ -281,7 +284,7 @@ def test_what_is_wrong_with_a_corpus_is_one_line(case, tmp_path, monkeypatch, ca
     (tmp_path / "public").mkdir()
     (tmp_path / "public" / "x_train_000001.bin").write_bytes(public([1, 2, 3]))
     (tmp_path / "begun").mkdir()
-    fields = {"source": {}, "shards": 0, "tokens": 0, "start": [0, 0], "skip": 0, "skipped": 0, "end": False}
+    fields = {"source": {}, "shards": 0, "tokens": 0, "start": [0, 0], "skip": 0, "left_out": 0, "end": False}
     (tmp_path / "begun" / "progress.json").write_text(json.dumps(fields))
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "progress.json").write_text("[1]")

@@ -93,7 +93,7 @@ def test_weights_without_a_configuration_have_the_heads_of_gpt2_or_are_refused(t
             state = script.GPT(config).state_dict()
         assert config_of(state) == config_of({"step": 3, "model": state}) == config
     torch.save(script.GPT(script.GPTConfig(n_layer=1, n_head=4, n_embd=64)).state_dict(), tmp_path / "x.pt")
-    says = "the number of heads is not in the file, and no --model has the hidden size 64"
+    says = "the file does not contain the number of heads, and no GPT-2 has the hidden size 64"
     refused("pretrain/sample.py", tmp_path / "x.pt", says=f"{tmp_path}/x.pt: {says}")
     refused("pretrain/export_hf.py", tmp_path / "x.pt", tmp_path / "new", says=f"{tmp_path}/x.pt: {says}")
 

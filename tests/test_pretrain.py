@@ -194,9 +194,10 @@ def test_what_an_evaluation_prints(monkeypatch, tmp_path):
 
     The second of four evaluations takes the least time, because the first one also compiles.
     """
-    seconds = iter([6000.0, 600.0, 1200.0, 1200.0])
+    seconds = iter([6000.0, 600.0, 1200.0, 1200.0, 6000.0, 6000.0, 6000.0])
     monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES | {"samples": ["漢字"], "eval_sec": next(seconds)})
     words = "--batch-size", 1, "--seq-len", 8, "--total-batch-size", 8, "--data", ROOT / "README.md"
+    words += "--checkpoint-dir", tmp_path / "ck"
     printed = play(TRAIN, *words, "--steps", 8, "--eval-every", 3)
     assert re.findall(r"(?m)^step +(\d+) \| (.*evaluating)$", printed) == [
         ("0", "compiling and evaluating"), ("3", "evaluating"), ("6", "evaluating"), ("8", "evaluating")
@@ -204,6 +205,8 @@ def test_what_an_evaluation_prints(monkeypatch, tmp_path):
     left = re.findall(r"(?m)^step +(\d+) \| loss .* (\d+)\.\d min left$", printed)
     assert left == [(str(i), str(minutes)) for i, minutes in enumerate([300, 300, 20, 20, 20, 10, 10], start=1)]
     assert printed.count('\n    "漢字"\n') == 4 and "HellaSwag" not in printed
+    printed = play(TRAIN, *words, "--steps", 10, "--eval-every", 9, "--resume")  # remembers the shortest evaluation
+    assert re.findall(r"(?m)^step +(\d+) \| loss .* (\d+)\.\d min left$", printed) == [("9", "10")]
 
 
 class Alike(torch.nn.Module):
@@ -307,7 +310,7 @@ WRONG_RUN = {
     ),
     "HellaSwag on no hub": (
         ["--hellaswag", "Rowan/hellaswag"],
-        "the hub failed; without a network, give local files",
+        "the hub failed; without a network, pass the dataset's files",
     ),
     "no evaluation": (["--eval-every", "0"], "at least 1"),
 }
