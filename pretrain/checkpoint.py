@@ -45,13 +45,15 @@ def load_model(source, device="cpu"):
             saved = torch.load(path, map_location="cpu", weights_only=True)
         else:
             return long_run.GPT.from_pretrained(source).eval().to(device)
+        if "begun" in saved and "model" not in saved:
+            raise ValueError("no step of this run has been saved yet")
         model = long_run.GPT(config_of(saved))
         model.load_state_dict(saved.get("model", saved))  # --save writes only the weights
         return model.eval().to(device)
     except (AttributeError, KeyError) as error:
         raise ValueError(f"{source} does not contain the weights of a GPT: {error!r}") from None
     except Exception as error:  # torch.load raises many exception types for a damaged file
-        name = "" if str(error).startswith(str(source)) else f"{source}: "
+        name = "" if str(source) in str(error) else f"{source}: "
         raise ValueError(name + " ".join(str(error).split())[:300]) from None
 
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from checkpoint import load_model
-from unattended import allow_any_character
+from unattended import allow_any_character, printing
 
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
 TOKENIZER = Path(__file__).resolve().parents[1] / "tokenizer"
@@ -71,7 +71,8 @@ def main():
             os.rename(Path(unfinished) / "model", args.folder)
     except Exception as error:  # safetensors raises its own exception types
         sys.exit(f"{parser.prog}: error: {args.folder}: {' '.join(str(error).split())}")
-    print(f"exported {args.model} to {args.folder}, for transformers and --init-from")
+    with printing():
+        print(f"exported {args.model} to {args.folder}, for transformers and --init-from")
 
 
 if __name__ == "__main__":

@@ -131,9 +131,9 @@ def rows_of(file, name, columns):
         batches = ParquetFile(file).iter_batches(CHUNK, columns=list(columns))
         return itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
     if kind == "json":
-        is_array = file.read(1) == b"["  # otherwise, each line is a row
+        is_array = file.read(64).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"[")  # or each line is a row
         file.seek(0)
-        return iter(json.load(file)) if is_array else (json.loads(line) for line in file if line.strip())
+        return iter(json.loads(file.read())) if is_array else (json.loads(line) for line in file if line.strip())
     if kind == "text":
         return iter([{column: file.read().decode("utf-8") for column in columns}])
     raise ValueError(f"not one of {', '.join(KINDS)}")
@@ -162,7 +162,7 @@ def read_rows(files, columns, start=(0, 0)):
                         yield i, row, values
                     row += 1
         except Exception as error:  # the hub and the libraries raise many exception types
-            where = name if isinstance(error, FileNotFoundError) else f"{name}, row {row + 1}"
+            where = name if isinstance(error, OSError) else f"{name}, row {row + 1}"
             reason = getattr(error, "strerror", None) or getattr(error, "msg", None) or str(error)
             raise DataError(f"{where}: {' '.join(reason.split())[:300]}") from None
 
@@ -204,7 +204,7 @@ def write(args, done):
         done.update(where)
         replace(args.out / "progress.json", json.dumps(done).encode())
 
-    with tqdm(unit=" tokens", unit_scale=True, initial=done["tokens"]) as bar:
+    with tqdm(unit=" tokens", unit_scale=True, initial=done["tokens"], disable=not sys.stderr) as bar:
         for start, tokens, failed in tokenized(rows, args.column):
             pieces.append(tokens[skip:])  # earlier shards contain the skipped tokens
             bar.update(len(tokens) - skip)
@@ -233,7 +233,7 @@ def begin(args):
     if progress.exists():
         theirs = json.loads(progress.read_text(encoding="utf-8"))
         if not isinstance(theirs, dict) or theirs.keys() != done.keys() or theirs["source"] != source:
-            raise ValueError("its progress.json is from other files or settings: use another folder")
+            raise ValueError("its progress.json is from other files, settings or version: use another folder")
         for number in range(theirs["shards"]):
             Shard(shard_path(args.out, number))  # raises OSError if missing, because the program only appends shards
         return theirs

@@ -81,6 +81,7 @@ def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
 
 def main():
     from checkpoint import explain, load_model, model_parser  # not at the top: train.py imports this file without them
+    from unattended import printing
 
     parser = model_parser(__doc__)
     parser.add_argument("--data", default="Rowan/hellaswag", help="JSONL file or dataset, default Rowan/hellaswag")
@@ -101,7 +102,8 @@ def main():
     except RuntimeError as error:
         sys.exit(f"{parser.prog}: error: {explain(error, '--batch-tokens')}")
     accuracy = f"acc {by_sum / n:.4f} | acc_norm {by_mean / n:.4f}"
-    print(f"{args.model} | HellaSwag, completion style | {accuracy} | {n} examples")
+    with printing():
+        print(f"{args.model} | HellaSwag, completion style | {accuracy} | {n} examples")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ The model is a checkpoint, a folder of checkpoints, or GPT-2 weights, given by n
 sample is printed word by word. Several samples are generated in one batch and printed at the end.
 """
 
-import os
 import signal
 import sys
 
@@ -12,6 +11,7 @@ import torch
 from checkpoint import explain, load_model, model_parser
 from export_hf import gpt2_tokenizer, to_hf
 from transformers import TextStreamer
+from unattended import printing
 
 
 def main():
@@ -48,14 +48,11 @@ def main():
         sampling["streamer"] = TextStreamer(tokenizer, skip_special_tokens=True)
     torch.manual_seed(args.seed)
     try:
-        prompts = torch.tensor([prompt] * args.samples, device=args.device)  # (samples, T)
-        texts = model.generate(prompts, max_new_tokens=args.tokens, pad_token_id=end, **sampling)
-        if args.samples > 1:
-            print("\n\n".join(tokenizer.batch_decode(texts, skip_special_tokens=True)), flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard what Python would write at exit
-        if not isinstance(error, BrokenPipeError):  # a reader such as head has closed the pipe
-            sys.exit(f"{parser.prog}: error: the text cannot be printed: {error.strerror}")
+        with printing():
+            prompts = torch.tensor([prompt] * args.samples, device=args.device)  # (samples, T)
+            texts = model.generate(prompts, max_new_tokens=args.tokens, pad_token_id=end, **sampling)
+            if args.samples > 1:
+                print("\n\n".join(tokenizer.batch_decode(texts, skip_special_tokens=True)))
     except RuntimeError as error:
         sys.exit(f"{parser.prog}: error: {explain(error, '--samples or --tokens')}")
 

@@ -23,6 +23,18 @@ def allow_any_character():
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+@contextlib.contextmanager
+def printing():
+    """Around the printing of a program's result: exit with one line if it cannot be printed."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard what Python would write at exit
+        if not isinstance(error, BrokenPipeError):  # a reader such as head has closed the pipe
+            sys.exit(f"{Path(sys.argv[0]).name}: error: the result cannot be printed: {error.strerror}")
+
+
 def try_lock(fd):
     """Lock an open file until this process ends. Return False if another process has locked it."""
     try:
@@ -45,14 +57,15 @@ def lock_folder(folder, rank):
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         deadline = time.monotonic() + (60 if restarted else 0)
         try:
+            str(folder).encode()  # torch.load(mmap=True) cannot read a path that is not UTF-8
             folder.mkdir(parents=True, exist_ok=True)
             fd = os.open(folder / "lock", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o666)  # never closed
             while not try_lock(fd):
                 if time.monotonic() >= deadline:
                     raise BlockingIOError(f"another run is using {folder}")
                 time.sleep(1)
-        except OSError as problem:
-            error = [problem]
+        except (OSError, UnicodeEncodeError) as problem:
+            error = [OSError(str(problem))]
     if dist.is_initialized():
         dist.broadcast_object_list(error)
     if error[0]:
@@ -75,9 +88,10 @@ def open_run(args, task, config):
     if saved and saved.get("step", 1) and not args.resume:
         raise OSError(f"{folder} has checkpoints: --resume continues from them, and a new run needs another folder")
     run = ({"config": config} | saved) if saved and args.resume else run  # old checkpoints contain no "config"
-    for name, value in (task | {"config": config}).items():
-        if (saved_value := (run | run.get("task", {})).get(name)) != value:
-            raise OSError(f"{folder} has checkpoints of another run: {name} {saved_value}, not {value}")
+    theirs = run.get("task", {}) | run["config"]
+    for name, value in (task | config).items():
+        if theirs.get(name) != value:
+            raise OSError(f"{folder} has checkpoints of another run: {name} {theirs.get(name)}, not {value}")
     if dist.is_initialized():
         steps = [0] * args.world_size
         dist.all_gather_object(steps, run["step"])
@@ -132,19 +146,38 @@ def save_whole(path, contents):
         unfinished.unlink(missing_ok=True)
 
 
+class Output(io.TextIOBase):
+    """Standard output that counts as a signal if it fails, because the terminal was closed or Ctrl-C has ended tee."""
+
+    def __init__(self, stream, signals):
+        self.stream, self.signals = stream, signals
+
+    def attempt(self, call, *args):
+        try:
+            call(*args)
+        except OSError:
+            self.signals.append(signal.SIGPIPE)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def write(self, text):
+        self.attempt(self.stream.write, text)
+
+    def flush(self):
+        self.attempt(self.stream.flush)
+
+
 def catch_signals(alone):
-    """Return a list that collects signals: Ctrl-C, SIGTERM, and SIGHUP, which a closed terminal sends.
+    """Return a list that collects signals: Ctrl-C, SIGTERM, SIGHUP from a closed terminal, and output that fails.
 
     Signals that are ignored, such as SIGHUP under nohup, stay ignored. If the run is one process (`alone`), the first
     Ctrl-C prints a message, and the second raises KeyboardInterrupt. Under torchrun, one Ctrl-C causes several signals.
     """
-    signals, terminals = [], [fd for fd in (1, 2) if os.isatty(fd)]
+    signals = []
+    if sys.stdout:
+        sys.stdout = Output(sys.stdout, signals)
 
     def note(number, frame):
         signals.append(number)
-        if number == signal.SIGHUP:
-            for fd in terminals:  # otherwise, the next print would raise OSError
-                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         if alone and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             with contextlib.suppress(OSError):  # not print(): the signal may have interrupted one

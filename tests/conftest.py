@@ -361,6 +361,7 @@ def refused(monkeypatch, capfd):
 
     def refused(script, *args, says="", lines=1):
         monkeypatch.setattr("sys.argv", [script, *map(str, args)])
+        monkeypatch.setattr("sys.stdout", sys.stdout)  # restores stdout at the end: main() may replace it
         monkeypatch.setattr(nn.Module, "compile", lambda *args, **kwargs: None)
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit:

@@ -164,9 +164,12 @@ def test_other_columns_may_hold_anything(shard, tmp_path, file):
         [{"text": text, "url": "x", "date": "unknown", "score": "n/a", "more": [{"a": 1}]} for text in texts[1:]],
     ]
     files = [file(tmp_path / f"{i}.{file.__name__}", part) for i, part in enumerate([rows[0], [], rows[1]])]
-    if file is jsonl:  # two types in one file, and an empty line
+    if file is jsonl:  # two types in one file, and empty lines; or an array of rows after a byte order mark
         files = [jsonl(tmp_path / "one.jsonl", rows[0] + rows[1])]
         files[0].write_text(files[0].read_text().replace("\n", "\n\n"))
+        files.append(tmp_path / "array.json")
+        files[1].write_bytes(b"\xef\xbb\xbf\n" + json.dumps([{"text": "array"}, {"text": "of rows"}]).encode())
+        texts += ["array", "of rows"]
     shard(*files, "--out", tmp_path / "shards")
     assert joined(tmp_path / "shards").tolist() == [token for text in texts for token in [END, *encode(text)]]
 

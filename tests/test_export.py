@@ -117,6 +117,11 @@ def test_a_model_keeps_its_number_of_heads_from_import_to_export(tmp_path, monke
         torch.testing.assert_close(model(idx)[..., :50257], wanted)
 
 
+def test_a_run_without_a_saved_step_is_one_line(tmp_path, refused):
+    torch.save({"begun": 1.0, "step": 0, "config": {}}, tmp_path / "step_00000000.pt")
+    refused("pretrain/sample.py", tmp_path, says=f"{tmp_path}: no step of this run has been saved yet")
+
+
 @pytest.mark.parametrize("name", ["best.pt", "step_00000001.pt", "a model.pt"])
 def test_a_checkpoint_cannot_run_code(tmp_path, name):
     torch.save({"task": Command(tmp_path / "ran")}, tmp_path / name)
@@ -207,7 +212,7 @@ def test_text_that_cannot_be_printed_is_one_line(refused, small, monkeypatch):
         patch.setattr(sys, "stdout", None)
         refused(*words, says="standard output is closed")
     monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
-    refused(*words, says="the text cannot be printed: No space left on device$")
+    refused(*words, says="the result cannot be printed: No space left on device$")
 
 
 WRONG_SAMPLE = {
