@@ -212,6 +212,8 @@ def test_it_keeps_the_newest(tmp_path, keep):
 def test_the_newest_is_found_whatever_the_number_of_its_digits(tmp_path):
     for step in (999, 1000, 20_000):
         save(tmp_path, keep=2, step=step)
+        for path in sorted(tmp_path.iterdir())[:-1]:
+            os.utime(path, (4e9, 4e9))  # as after a copy
         assert unattended.load_checkpoint(tmp_path)["step"] == step
 
 
@@ -467,6 +469,21 @@ def test_output_that_fails_lets_the_step_end_and_be_saved(tmp_path, monkeypatch,
     assert names(tmp_path)[1:] == ["step_00000000.pt", "step_00000002.pt"]
 
 
+@pytest.mark.parametrize("script", [LONG, TRAIN])
+def test_without_checkpoints_ctrl_c_stops_at_once(monkeypatch, script):
+    batches = send_in_the_second_step(monkeypatch, script, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(8, script=script)
+    assert len(batches) == 3
+
+
+def test_a_line_of_the_log_is_in_the_file_at_once(tmp_path):
+    args = SimpleNamespace(log_file=tmp_path / "new" / "log.jsonl", rank=0)
+    log = unattended.open_log(args, {"begun": 1.0, "task": {}, "log": 0})
+    print("a line", file=log)
+    assert args.log_file.read_text() == '{"begun": 1.0}\na line\n'
+
+
 def test_one_ctrl_c_under_torchrun_is_several_signals(monkeypatch):
     monkeypatch.setattr("sys.stdout", sys.stdout)
     signals = unattended.catch_signals(alone=False)
@@ -507,8 +524,10 @@ def other_run(saved):
 
 
 @pytest.mark.parametrize("script", SAVING)
-def test_a_folder_has_one_run_at_a_time(saved, other_run, no_start, undisturbed, script):
+def test_a_folder_has_one_run_at_a_time(saved, other_run, no_start, undisturbed, script, monkeypatch):
     before = {path: path.read_bytes() for path in saved.parent.rglob("*.*")}
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # the first start by torchrun does not wait
+    monkeypatch.setattr(unattended.time, "sleep", lambda seconds: pytest.fail("it waited"))
     words = "--checkpoint-dir", saved, "--log-file", "log.jsonl"
     for more in [], ["--resume"]:
         no_start(*words, *more, says=f"another run is using {saved}$")
@@ -516,6 +535,8 @@ def test_a_folder_has_one_run_at_a_time(saved, other_run, no_start, undisturbed,
     other_run.kill()  # leaves no lock
     other_run.wait()
     assert curve(train(8, *words, "--resume", script=script)) == curve(undisturbed)[6:]
+    hold = subprocess.run([sys.executable, "-c", HOLD.replace("LOCK_EX", "LOCK_EX | fcntl.LOCK_NB"), saved / "lock"])
+    assert hold.returncode == 1  # this process, in which the run took place, holds the lock until it ends
 
 
 def test_after_a_restart_a_run_waits_for_the_old_rank_0(saved, other_run, undisturbed, monkeypatch):

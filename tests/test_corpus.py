@@ -196,12 +196,12 @@ def test_a_dataset_on_the_hub_is_read_file_by_file(shard, tmp_path):
 def test_a_document_that_tiktoken_cannot_split_is_cut_between_tokens(shard, tmp_path):
     spaces, other = " " * 2_000_000, "\u3000\n" * 600_000
     texts = ["one", f"a{spaces}b", f"{other}c\x1c d", "two"]
-    for text in texts[1:3]:
-        with pytest.raises(ValueError, match="stack"):
-            tiktoken.get_encoding("gpt2").encode_to_numpy(text)
     shard(jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts]), "--out", tmp_path / "shards")
     parts = [["one"], ["a", spaces[1:], " b"], [other[:-1], "\nc\x1c d"], ["two"]]  # tiktoken can split these
     wanted = [token for pieces in parts for token in [END, *(t for piece in pieces for t in encode(piece))]]
+    for text in texts[1:3]:
+        with pytest.raises(ValueError, match="stack"):
+            tiktoken.get_encoding("gpt2").encode_to_numpy(text)
     assert joined(tmp_path / "shards").tolist() == wanted and len(wanted) > 3_000_000
 
 
@@ -220,11 +220,11 @@ def test_a_document_that_cannot_be_tokenized_is_left_out_and_named(shard, tmp_pa
     monkeypatch.setattr(fineweb, "BOUNDARY", re.compile("(?!)"))  # never matches, so the cut does not help
     monkeypatch.setattr(fineweb, "CHUNK", 2)
     rows = [
-        {"text": text} for text in ("one", "two " * 50, " " * 2_000_000 + "b", "three", "four", " " * 2_000_000 + "c")
+        {"text": text} for text in ("one", "two", " " * 2_000_000 + "b", "three " * 50, "four", " " * 2_000_000 + "c")
     ]
     words = jsonl(tmp_path / "x.jsonl", rows), "--shard-size", 20, "--out", tmp_path / "shards"
     monkeypatch.setattr(fineweb.tqdm, "write", lambda bar, text, **_: print(text))
-    wanted = [END, *encode("one"), END, *encode("two " * 50), END, *encode("three"), END, *encode("four")]
+    wanted = [END, *encode("one"), END, *encode("two"), END, *encode("three " * 50), END, *encode("four")]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(fineweb.tqdm, "write", lambda *args, **_: exec("raise KeyboardInterrupt"))
         shard(*words)
@@ -241,6 +241,16 @@ def test_a_lone_surrogate_becomes_a_replacement_character(shard, tmp_path):
     (tmp_path / "x.jsonl").write_text(r'{"text": "a \ud83d b"}' + "\n" + r'{"text": "\ud83d\ude42"}')
     shard(tmp_path / "x.jsonl", "--out", tmp_path / "shards")
     assert joined(tmp_path / "shards").tolist() == [END, *encode("a \ufffd b"), END, *encode("🙂")]
+
+
+def test_ctrl_c_and_a_changed_input_are_no_success(shard, tmp_path, monkeypatch, refused):
+    words = jsonl(tmp_path / "x.jsonl", [{"text": "one two three"}] * 9), "--out", tmp_path / "shards"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
+        patch.setattr(fineweb, "write", lambda *args: os.kill(os.getpid(), signal.SIGINT))
+        shard(*words)
+    assert exit.value.code == 130
+    jsonl(words[0], [{"text": "one two three"}] * 10)
+    refused("pretrain/fineweb.py", *words, says="its progress.json is from other files")
 
 
 WRONG_CORPUS = {

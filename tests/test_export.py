@@ -117,6 +117,13 @@ def test_a_model_keeps_its_number_of_heads_from_import_to_export(tmp_path, monke
         torch.testing.assert_close(model(idx)[..., :50257], wanted)
 
 
+def test_a_folder_gives_its_latest_checkpoint_not_the_best(tmp_path):
+    for name, seed in (("step_00000001.pt", 1), ("step_00000002.pt", 2), ("best.pt", 3)):
+        torch.save({"model": nano(LONG, seed).state_dict(), "config": vars(nano(LONG).config)}, tmp_path / name)
+    wanted = nano(LONG, 2).lm_head.weight
+    assert torch.equal(load_model(tmp_path).lm_head.weight, wanted)
+
+
 def test_a_run_without_a_saved_step_is_one_line(tmp_path, refused):
     torch.save({"begun": 1.0, "step": 0, "config": {}}, tmp_path / "step_00000000.pt")
     refused("pretrain/sample.py", tmp_path, says=f"{tmp_path}: no step of this run has been saved yet")

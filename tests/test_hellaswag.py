@@ -46,7 +46,11 @@ def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
         (question(["sun", "dog dog", "cat cat", "sun sun"], 0), False, False),
         # The negated logits of "sun" and "sun dog" have the sums 20 and 21 and the means 20 and 10.5.
         (question(["sun dog", "sun sun", "sun", "sun sun sun"], 2), True, False),
-        (question(["sun sun", "sun", "dog dog dog dog dog dog", "cat sun sun cat cat"], 2), True, True),
+        (
+            question(["sun sun", "sun", "dog dog dog dog dog dog", "cat sun sun cat cat"], "2"),
+            True,
+            True,
+        ),  # as a string
         (
             question(["dog dog dog", "cat sun cat cat cat cat cat cat cat cat cat cat", "sun", "sun"], 0),
             True,

@@ -137,7 +137,7 @@ def test_best_and_last_are_kept(undisturbed):
 
 
 def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path):
-    losses = iter([9.0, 8.0, 7.0, 7.5, 7.2])
+    losses = iter([1.0, 8.0, 7.0, 7.5, 7.2])  # that of step 0 does not count
     monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES | {"val_loss": next(losses, 5.0)})
     folder = save_gpt2(tmp_path / "gpt2")[0]
     args = ["--init-from", folder, "--total-batch-size", 64, "--batch-size", 1, "--seq-len", 64]
@@ -156,6 +156,21 @@ def test_the_best_stays_the_best_when_the_loss_rises(monkeypatch, tmp_path):
         with pytest.raises(OSError, match="best.pt of another run"):  # this run would overwrite best.pt
             watch(TRAIN, *args, "--steps", 1, "--checkpoint-dir", tmp_path / "ck", *words)
     assert torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"] == 6
+
+
+def test_the_seed_orders_the_shards(monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "evaluate", lambda *args: NO_SCORES)
+    for i in range(5):
+        write_shard(shard_path(tmp_path, i), np.arange(1000) + 1000 * i)
+    words = "--batch-size", 1, "--seq-len", 8, "--total-batch-size", 8, "--data", tmp_path, "--steps", 1
+    batches, next_batch = [], train.DataLoaderLite.next_batch
+    monkeypatch.setattr(
+        train.DataLoaderLite, "next_batch", lambda self: batches.append(next_batch(self)) or batches[-1]
+    )
+    for seed in (7, 8, 9):
+        play(TRAIN, *words, "--seed", seed)
+    wanted = [train.DataLoaderLite(tmp_path, 1, 8, seed=seed).read(0, 8).tolist() for seed in (7, 8, 9)]
+    assert [x[0].tolist() for x, _ in batches] == wanted and len({row[0] for row in wanted}) > 1
 
 
 @pytest.mark.parametrize("option, default, other", [("--seed", 1337, 7), ("--warmup-steps", 715, 20)])

@@ -166,6 +166,7 @@ def test_shards_train_like_the_whole_model_and_either_resumes_the_other(run, sma
 
     watch(LONG, *words, tmp_path / "whole")
     (tmp_path / "whole" / "step_00000008.pt").unlink()
+    (tmp_path / "whole" / "lock").unlink()  # held by this process, in which the run took place
     words = *words, tmp_path / "whole", "--resume"
     slices = run("branches/fsdp_run.py", *words, torchrun=2, folder=small, **PLAIN)
     assert slices.returncode == 0, slices.stderr
@@ -191,12 +192,14 @@ def test_max_restarts_resumes_from_the_newest_checkpoint(run, small, calm, tmp_p
 def test_ranks_with_different_folders_are_refused(run, small, tmp_path):
     """A run on two machines without a shared disk is rejected: rank 0 finds a checkpoint, but rank 1 finds none."""
     watch(LONG, *SIZES, "--steps", 2, "--checkpoint-dir", tmp_path / "0" / "saved")
+    (tmp_path / "0" / "saved" / "lock").unlink()  # held by this process, in which the run took place
     (tmp_path / "1").mkdir()
     script = tmp_path / "apart.py"
     script.write_text(
         "import os, runpy, sys\n"
         f"os.chdir(os.path.join({str(tmp_path)!r}, os.environ['RANK']))\n"
         f"sys.argv[0] = {str(small / LONG)!r}\n"
+        "sys.path[0] = os.path.dirname(sys.argv[0])\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     arguments = *SIZES, "--steps", 4, "--checkpoint-dir", "saved", "--resume"
