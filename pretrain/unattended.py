@@ -28,7 +28,7 @@ def printing():
     """Around the printing of a program's result: exit with one line if it cannot be printed."""
     try:
         yield
-        sys.stdout.flush()
+        print(end="", flush=True)  # does nothing if standard output is closed
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard what Python would write at exit
         if not isinstance(error, BrokenPipeError):  # a reader such as head has closed the pipe
@@ -57,15 +57,17 @@ def lock_folder(folder, rank):
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         deadline = time.monotonic() + (60 if restarted else 0)
         try:
-            str(folder).encode()  # torch.load(mmap=True) cannot read a path that is not UTF-8
+            str(folder).encode()  # torch.load(mmap=True) could not read the checkpoints otherwise
             folder.mkdir(parents=True, exist_ok=True)
             fd = os.open(folder / "lock", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o666)  # never closed
             while not try_lock(fd):
                 if time.monotonic() >= deadline:
                     raise BlockingIOError(f"another run is using {folder}")
                 time.sleep(1)
-        except (OSError, UnicodeEncodeError) as problem:
-            error = [OSError(str(problem))]
+        except OSError as problem:
+            error = [problem]
+        except UnicodeEncodeError:
+            error = [OSError(f"--checkpoint-dir {str(folder)!a} is not UTF-8")]
     if dist.is_initialized():
         dist.broadcast_object_list(error)
     if error[0]:
@@ -180,8 +182,9 @@ def catch_signals(alone):
         signals.append(number)
         if alone and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            with contextlib.suppress(OSError):  # not print(): the signal may have interrupted one
-                os.write(2, b"stopping after this step, which may first compile; press Ctrl-C again to stop unsaved\n")
+            with contextlib.suppress(OSError, AttributeError):  # not print(): the signal may have interrupted one
+                message = b"stopping after this step, which may first compile; press Ctrl-C again to stop unsaved\n"
+                os.write(sys.stderr.fileno(), message)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:

@@ -384,6 +384,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path, fo
     (tmp_path / "file").write_text("mine")
     no_start("--checkpoint-dir", tmp_path / folder, says=f".*{folder}")
     no_start("--log-file", "/proc/log.jsonl", says="proc")
+    no_start("--checkpoint-dir", tmp_path / "n\udcff", says=r"--checkpoint-dir '.*n\\udcff' is not UTF-8$")
     assert (tmp_path / "file").read_text() == "mine"
 
 

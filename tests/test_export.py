@@ -213,6 +213,14 @@ def test_each_option_of_sampling_has_its_effect(write):
     assert several[0] == "" and len(set(several)) == 4
 
 
+def test_a_result_without_an_output_is_no_failure(small, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["export_hf.py", str(small), str(tmp_path / "new")])
+    monkeypatch.setattr(sys, "stdout", None)  # closed
+    export_hf.main()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert (tmp_path / "new" / "config.json").exists()
+
+
 def test_text_that_cannot_be_printed_is_one_line(refused, small, monkeypatch):
     words = "pretrain/sample.py", small, "--tokens", 2, "--device", "cpu"
     with monkeypatch.context() as patch:
