@@ -5,7 +5,7 @@ from pathlib import Path
 
 import long_run
 import torch
-from unattended import allow_any_character, load_checkpoint
+from unattended import load_checkpoint
 
 
 def config_of(saved):
@@ -59,7 +59,6 @@ def load_model(source, device="cpu"):
 
 def model_parser(doc):
     """Return an argument parser for a model and a device. `doc` is the script's docstring."""
-    allow_any_character()
     accelerator = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=doc.splitlines()[0], usage=argparse.SUPPRESS)  # keeps errors short
     parser.add_argument("model", help="a checkpoint, a folder of checkpoints, or GPT-2 weights in Hugging Face format")

@@ -81,8 +81,9 @@ def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
 
 def main():
     from checkpoint import explain, load_model, model_parser  # not at the top: train.py imports this file without them
-    from unattended import printing
+    from unattended import allow_any_character, printing
 
+    allow_any_character()
     parser = model_parser(__doc__)
     parser.add_argument("--data", default="Rowan/hellaswag", help="JSONL file or dataset, default Rowan/hellaswag")
     parser.add_argument("--batch-tokens", type=int, default=16384, help="tokens per batch, default 16384")

@@ -11,7 +11,7 @@ import torch
 from checkpoint import explain, load_model, model_parser
 from export_hf import gpt2_tokenizer, to_hf
 from transformers import TextStreamer
-from unattended import printing
+from unattended import allow_any_character, printing
 
 
 def main():
@@ -30,6 +30,7 @@ def main():
         parser.error("--temperature must be 0 or at least 0.001, and --top-p must be above 0 and at most 1")
     if sys.stdout is None:
         parser.error("standard output is closed, so the text cannot be printed")
+    allow_any_character()
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     tokenizer = gpt2_tokenizer()
     end = tokenizer.eos_token_id

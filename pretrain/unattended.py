@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+STOPPING = b"stopping after this step, which may compile first; a second Ctrl-C stops at once and saves nothing\n"
+
 
 def allow_any_character():
     """Make print() escape characters that the terminal cannot show, for example in a path, and not raise an error."""
@@ -183,8 +185,7 @@ def catch_signals(alone):
         if alone and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             with contextlib.suppress(OSError, AttributeError):  # not print(): the signal may have interrupted one
-                message = b"stopping after this step, which may first compile; press Ctrl-C again to stop unsaved\n"
-                os.write(sys.stderr.fileno(), message)
+                os.write(sys.stderr.fileno(), STOPPING)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:

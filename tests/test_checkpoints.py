@@ -422,7 +422,7 @@ def send_in_the_second_step(monkeypatch, script, *numbers):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
 @pytest.mark.parametrize("script", versions("main", among=SAVING))
-def test_a_signal_lets_the_step_end_and_be_saved(tmp_path, monkeypatch, capsys, number, script):
+def test_a_signal_lets_the_step_end_and_be_saved(tmp_path, monkeypatch, number, script):
     batches = send_in_the_second_step(monkeypatch, script, number)
     signal.signal(number, lambda *_: pytest.fail("the step was not ended"))
     with pytest.raises(SystemExit) as exit:
@@ -444,7 +444,7 @@ def test_the_first_ctrl_c_says_what_it_does_and_the_second_stops_at_once(tmp_pat
     with pytest.raises(KeyboardInterrupt):
         train(8, "--checkpoint-dir", tmp_path)
     assert len(batches) == 3 and names(tmp_path) == ["step_00000000.pt"]
-    assert capfd.readouterr().err.startswith("stopping after this step, which may first compile; press Ctrl-C")
+    assert capfd.readouterr().err.startswith("stopping after this step, which may compile first; a second Ctrl-C")
 
 
 @pytest.mark.parametrize("gone", [errno.EIO, errno.EPIPE])
@@ -599,7 +599,7 @@ def test_a_log_that_is_no_regular_file_is_refused_before_anything_is_made(tmp_pa
 
 
 def test_a_terminal_without_a_paths_characters_is_no_obstacle(monkeypatch):
-    """long_run.py and the programs that load a model call allow_any_character()."""
+    """Every program in pretrain/ that prints a path calls allow_any_character()."""
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
     unattended.allow_any_character()
