@@ -1,16 +1,15 @@
-"""The notebooks' cells run from top to bottom on a CPU, with few steps and without errors.
+"""The notebooks' cells run from top to bottom on a CPU, with few steps, and their charts show what was measured.
 
 They have not been tried in Colab or Kaggle, or on a T4. `test_docs.py` checks that their diffs are up to date.
 """
 
 import contextlib
 import re
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, RUNGS, copy_project, made_up_gpu
-
-NOTEBOOKS = "ladder", "lesson"
+from conftest import FP16, FP16_10, ROOT, SCRIPTS, copy_project, made_up_gpu
 
 
 def read(name):
@@ -19,37 +18,74 @@ def read(name):
     return nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
 
 
-def code(notebook):
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+@pytest.fixture
+def execute(tmp_path, monkeypatch):
+    """Return a function that executes a notebook, in whose shell the nth script trains at 1000 n² tokens per second."""
+    import matplotlib.pyplot as plt
+
+    commands, chart = [], []
+
+    def show():
+        ax = plt.gca()
+        assert ax.get_xlabel() == "tokens per second" and ax.yaxis_inverted()
+        names, labels = ([text.get_text() for text in texts] for texts in (ax.get_yticklabels(), ax.texts))
+        chart[:] = names, [bar.get_width() for bar in ax.patches], labels
+        plt.close()
+
+    def execute(name, fails=None):
+        """Return (the commands, the last chart's names, its widths, its labels)."""
+
+        def shell(command):
+            commands.append(command.removesuffix(" 2>&1 | tee runs/log.txt").partition(" ")[2])
+            rate = f"median of steps 6-11: 2.00 ms, {1000 * len(commands) ** 2:,} tok/s, peak memory 3.00 GiB\n"
+            Path("runs/log.txt").write_text("step 1 | 7 tok/s\n" + rate * (len(commands) != fails))
+
+        names = {"shell": shell, "_exit_code": 0}
+        for cell in read(name).cells:
+            if cell.cell_type == "code":
+                source = re.sub(r"^%pip.*", "", cell.source, flags=re.MULTILINE)
+                exec(re.sub(r"^( *)!(.*)", r"\1shell(f'''\2''')", source, flags=re.MULTILINE), names)
+        return commands, *chart
+
+    plt.switch_backend("agg")
+    monkeypatch.setattr(plt, "show", show)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ladder.toml").touch()
+    return execute
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_committed_without_outputs(name):
-    assert not any(cell.outputs or cell.execution_count for cell in code(read(name)))
-
-
-def test_the_notebook_has_the_diff_and_the_run_of_each_rung():
-    text = "\n".join(cell.source for cell in read("ladder").cells)
-    for rung in [rung for rung in RUNGS.values() if rung.part == "rung" and rung.number != "ddp"]:
-        assert f"{rung.file} --steps" in text or f'"{rung.file}"' in text
-        assert not rung.before or f"diff('{rung.number}')" in text
-
-
-def test_both_notebooks_set_up_in_the_same_way():
-    cells = [[cell.source for cell in code(read(name))][1:4] for name in NOTEBOOKS]
-    assert cells[0] == cells[1]
-
-
-@pytest.mark.parametrize("capability, expected", [(None, False), ((6, 0), False), ((7, 5), True), ((8, 0), False)])
-def test_fp16_stands_in_on_a_gpu_that_has_it_but_no_bf16(monkeypatch, capability, expected):
-    (cell,) = (cell.source for cell in code(read("ladder")) if "fp16_only =" in cell.source)
+@pytest.mark.parametrize("capability, fp16", [(None, False), ((6, 0), False), ((7, 5), True), ((8, 0), False)])
+def test_each_bar_shows_the_script_that_ran_and_its_speed_up_over_the_bar_above(execute, monkeypatch, capability, fp16):
+    """On a GPU that has fp16 but no bf16, two scripts with fp16 stand in."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    names = {}
     with made_up_gpu(None, capability) if capability else contextlib.nullcontext():
-        exec(re.sub(r"^%pip.*", "", cell, flags=re.MULTILINE), names)
-    assert names["fp16_only"] == expected
-    stand_ins = [cell.source for cell in code(read("ladder")) if re.search(r"\bfp16_only\b(?! =)", cell.source)]
-    assert len(stand_ins) == 3 and "branches/fp16_grad_scaler.py" in stand_ins[0]
+        (*runs, train, sample), names, widths, labels = execute("ladder")
+    scripts = [FP16 if fp16 and number == 3 else SCRIPTS[number] for number in range(11)] + [FP16_10] * fp16
+    assert runs == [f"{script} --steps 12" for script in scripts] and names == scripts
+    assert widths == [1000 * n**2 for n in range(1, len(scripts) + 1)]
+    assert labels[:3] == ["1,000", "4,000 (4.00×)", "9,000 (2.25×)"]
+    tokens = 4096 if capability else 512  # per step; the training takes a minute
+    script = FP16_10 if fp16 else f"ddp_run.py --total-batch-size {tokens}"
+    assert train == f'{script} --data "input.txt" --steps {round(60 * widths[-1] / tokens)} --save weights.pt'
+    assert sample.startswith("pretrain/sample.py weights.pt ")
+
+
+def test_a_script_that_fails_leaves_no_older_speed_and_each_diff_is_above_its_run(execute):
+    with pytest.raises(AssertionError, match="speedup_02_tf32.py did not finish"):
+        execute("ladder", fails=3)
+    text = "\n".join(cell.source for cell in read("ladder").cells)
+    found = re.findall(r"print\(in_notebook\(diff\('(.*?)'\)|^## (\d\d) |^chart\(\"speedup_(\d\d)", text, re.MULTILINE)
+    assert ["".join(one) for one in found[:-1]] == [f"{n:02d}" for n in range(1, 11) for _ in range(2 if n == 3 else 3)]
+
+
+def test_the_lesson_compares_equal_work_and_its_arithmetic_is_right(execute, capsys):
+    commands, names, _, labels = execute("lesson")
+    sizes = [(5, 1024, 4), (6, 1024, 4), (5, 256, 16), (6, 256, 16)]  # rung, T, B
+    assert commands == [f"{SCRIPTS[rung]} --seq-len {T} --batch-size {B} --steps 12" for rung, T, B in sizes]
+    assert names == [f"rung {rung:02d}, T {T}" for rung, T, _ in sizes] and labels[1] == "4,000 (4.00×)"
+    said = capsys.readouterr().out
+    assert "T 1024:   50.3 million scores,  4.0 times as many" in said  # 4 * 12 * 1024², over 4 * 4 * 1024 * 768
+    assert float(re.search("largest difference: (.+)", said)[1]) < 1e-5
 
 
 @pytest.mark.slow
@@ -59,29 +95,8 @@ def test_a_notebook_runs_from_top_to_bottom_on_a_cpu(name, runs, tmp_path, monke
 
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     root, notebook = copy_project(tmp_path / "ladder"), read(name)
-    for cell in code(notebook):
+    for cell in notebook.cells:
         cell.source = cell.source.replace("STEPS = 12", "STEPS = 2").replace("MINUTES = 1 ", "MINUTES = 0.05 ")
-    where = {"metadata": {"path": str(root / "notebooks")}}
-    NotebookClient(notebook, timeout=900, resources=where).execute()  # raises an exception if a cell fails
-    outputs = [out for cell in code(notebook) for out in cell.outputs]
-    assert sum("image/png" in out.get("data", ()) for out in outputs) == runs  # each run draws the chart
-    said = "".join(out.get("text", "") for out in outputs)
-    assert said.count("median of steps 1-1") == runs  # the training of the ladder has more steps
-    if name == "ladder":
-        assert (root / "weights.pt").exists() and "The king" in said
-    else:
-        assert float(re.search("largest difference: (.+)", said)[1]) < 1e-5
-
-
-@pytest.mark.slow
-def test_a_cell_fails_if_its_script_fails(tmp_path):
-    """The charts read the summary of the last run, so a run that failed must not leave an older summary."""
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError
-
-    root, notebook = copy_project(tmp_path / "ladder"), read("ladder")
-    (root / "runs").mkdir()
-    (root / "runs" / "log.txt").write_text("median of steps 1-1: 1.00 ms, 1,000 tok/s\n")
-    (root / "baseline.py").write_text("raise SystemExit('baseline.py: error: made up')\n")
-    with pytest.raises(CellExecutionError, match="baseline.py did not finish"):
-        NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(root / "notebooks")}}).execute()
+    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(root / "notebooks")}}).execute()
+    assert str(notebook).count("'image/png'") == runs  # each run draws the chart
+    assert name == "lesson" or "The king" in str(notebook.cells[-2])
