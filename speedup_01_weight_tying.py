@@ -5,7 +5,7 @@ reduces the number of parameters from 163,037,184 to 124,439,808, which saves 24
 and AdamW's two moments.
 
 When it does not help: if memory is not scarce, little is gained. On a GPU, the step time hardly changes: the matmuls
-keep their sizes, and only the optimizer has fewer weights to update. On a CPU, nano became about 1.1 times as fast.
+keep their sizes, and only the optimizer has fewer weights to update. On a CPU, nano became 1.1 to 1.2 times as fast.
 
     make diff-01    shows what this file changes
 """
