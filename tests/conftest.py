@@ -59,14 +59,11 @@ SUMMARY = re.compile(
 
 
 # The slowest test files. Starting them first lets all workers finish at about the same time.
-LONGEST = [
-    f"test_{name}.py"
-    for name in "commands mistakes scripts memory measure docs notebooks peers ranks pretrain numerics model".split()
-]
+LONGEST = "commands mistakes scripts memory measure docs notebooks peers ranks pretrain numerics model".split()
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: (LONGEST + [item.path.name]).index(item.path.name))
+    items.sort(key=lambda item: (LONGEST + [item.path.stem[5:]]).index(item.path.stem[5:]))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
@@ -320,6 +317,9 @@ def made_up_gpu(events=None, capability=(9, 0), *others):
     def capability_of(device=0):  # by default, the current device, which is GPU 0
         return capabilities[getattr(device, "index", device) or 0]
 
+    def has_bf16(including_emulation=True):
+        return including_emulation or capability_of() >= (8, 0)
+
     events, autocast = [] if events is None else events, torch.autocast
     with pytest.MonkeyPatch.context() as patch, OnTheCpu(events):
         for owner, name, value in (
@@ -334,11 +334,7 @@ def made_up_gpu(events=None, capability=(9, 0), *others):
         ):
             patch.setattr(owner, name, lambda *args, value=value, **options: value)
         patch.setattr(torch.cuda, "get_device_capability", capability_of)
-        patch.setattr(
-            torch.cuda,
-            "is_bf16_supported",
-            lambda including_emulation=True: including_emulation or capability_of() >= (8, 0),
-        )
+        patch.setattr(torch.cuda, "is_bf16_supported", has_bf16)
         patch.setattr(torch.cuda, "set_device", lambda device: events.append(f"set_device {device}"))
         patch.setattr(torch.accelerator, "synchronize", lambda *device: events.append("synchronize"))
         patch.setattr(torch, "autocast", lambda device, **options: autocast("cpu", **options))
@@ -392,9 +388,8 @@ def measured(request):
 def trouble(errors):
     """Return the lines of a process's stderr that report errors, or warnings about this project's code."""
     ours = rf"{re.escape(str(ROOT))}/(?!\S*(?:site|dist)-packages/)"
-    return [
-        line for line in errors.splitlines() if re.search(rf"\b\w*(Error|Exception)\b|: error: |Traceback|{ours}", line)
-    ]
+    bad = re.compile(rf"\b\w*(Error|Exception)\b|: error: |Traceback|{ours}")
+    return [line for line in errors.splitlines() if bad.search(line)]
 
 
 @pytest.fixture(scope="session")
@@ -449,13 +444,6 @@ def press_ctrl_c_at(pattern, command, folder, **environment):
     return output.getvalue().replace("\r\n", "\n"), None if pressed else terminal.exitstatus
 
 
-def give_packages(folder):
-    """Link the .venv that `make` created into a copy of the project, where `make` looks for it."""
-    if not (ROOT / ".venv" / "dev").exists():
-        pytest.skip(".venv is missing: make test creates it")
-    (folder / ".venv").symlink_to(ROOT / ".venv")
-
-
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
     """Return a copy of the project in which nano has the size of SMALL in every script."""
@@ -470,10 +458,12 @@ def small(tmp_path_factory):
 @pytest.fixture
 def clone(small, tmp_path):
     """Return a git repository of the `small` project with about a tenth of input.txt and a link to .venv."""
+    if not (ROOT / ".venv" / "dev").exists():
+        pytest.skip(".venv is missing: make test creates it")
     folder = Path(shutil.copytree(small, tmp_path / "ladder"))
     (folder / "input.txt").write_bytes((ROOT / "input.txt").read_bytes()[:100_000])
     commit_all(folder)
-    give_packages(folder)
+    (folder / ".venv").symlink_to(ROOT / ".venv")
     return folder
 
 
