@@ -5,47 +5,22 @@ import json
 import pytest
 import torch
 from conftest import CHECKPOINTING, CHUNKED, RUNGS, load, play
-from torch.testing._internal.two_tensor import TwoTensor
 
 from measure import attention, memory
 from measure.records import TEN
 
-FSDP = "branches/fsdp_run.py"
+
+def predict(script, batch_size=2, seq_len=64, ranks=1, cuda=False):
+    return memory.predict(RUNGS[script], batch_size, "nano", seq_len, ranks, cuda=cuda)
 
 
-def predict(script, batch_size=2, seq_len=64, ranks=1, cuda=False, model="nano"):
-    return memory.predict(RUNGS[script], batch_size, model, seq_len, ranks, cuda=cuda)
-
-
-def measure(script, batch_size=2, seq_len=64, ranks=1, device="cpu", model="nano"):
-    return memory.measure(RUNGS[script], batch_size, model, seq_len, device, ranks)
-
-
-def test_the_prediction_matches_the_measured_peak():
-    assert sum(predict("baseline.py").values()) == pytest.approx(measure("baseline.py"), rel=0.03)
-
-
-def test_the_published_predictions_are_near_the_measurements():
-    rows = [*memory.fits("memory-cpu.json"), *memory.fits("memory-ranks.json")]
-    found = [(row["script"], row["checkpointing"]) for row in rows if row["ranks"] == 1]
-    assert found == 4 * [(TEN, False), (CHUNKED, False), (CHUNKED, True), (CHECKPOINTING, False)]
-    for row in rows:
-        assert row["peak"] == pytest.approx(row["measured"], rel=0.03 if row["ranks"] == 1 else 0.1), row["name"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("script", ["baseline.py", TEN, CHUNKED, CHECKPOINTING])
-def test_the_prediction_matches_the_peak_on_a_gpu(script, measured):
-    predicted = sum(predict(script, 16, 1024, cuda=True).values())
-    peak = measure(script, 16, 1024, device="cuda")
-    measured(f"predicted {predicted / memory.GIB:.2f} GiB, measured {peak / memory.GIB:.2f} GiB")
-    assert predicted == pytest.approx(peak, rel=0.15)
-
-
-def test_the_parts_are_the_tensors_of_a_step():
-    """The baseline's peak is at the head in the backward pass, with three float32 tensors of the size of the logits."""
-    parts = predict("baseline.py", 4, 256)
-    module = load("baseline.py")
+def test_a_prediction_matches_the_measured_peak_and_the_tensors_of_a_step(tmp_path):
+    words = "--model", "nano", "--seq-len", 64, "--batch-size", 2, "--only", "baseline", "--measure"
+    play("measure/memory.py", *words, "--out", tmp_path / "memory.json")
+    (row,) = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    assert sum(row["parts"].values()) == pytest.approx(row["measured"], rel=0.03)
+    # At T 256, the peak is at the head in the backward pass, with three float32 tensors of the size of the logits.
+    parts, module = predict("baseline.py", 4, 256), load("baseline.py")
     with torch.device("meta"):
         weights = list(module.GPT(module.GPTConfig(n_layer=4, n_head=4, n_embd=128)).parameters())
     number, mask = sum(p.numel() for p in weights), 4 * 1024 * 1024
@@ -55,11 +30,52 @@ def test_the_parts_are_the_tensors_of_a_step():
     assert parts["activations"] > mask  # the bool masks of four blocks, which are buffers, not weights
 
 
+def test_the_printed_and_written_figures_are_the_predicted_and_measured_bytes_in_gib(monkeypatch, tmp_path):
+    def predict(rung, batch_size, model, seq_len, ranks, checkpointing, cuda):
+        asked.add((model, seq_len, cuda))
+        quarters = 1, 2 * ranks, 3, 4 + 4 * checkpointing, 8 * batch_size  # of a GiB
+        return {part: quarter * 2**28 for part, quarter in zip(memory.PARTS, quarters, strict=True)}
+
+    def measure(rung, batch_size, device, model, seq_len, ranks, checkpointing):
+        asked.add((model, seq_len, device))
+        return (8 - ranks) * 2**30 - checkpointing * 2**31
+
+    asked, out = set(), tmp_path / "memory.json"
+    monkeypatch.setattr(memory, "predict", predict)
+    monkeypatch.setattr(memory, "measure", measure)
+    monkeypatch.setattr(memory, "ask", lambda *words: {"name": " ".join(words)})
+    words = "--model", "gpt2-xl", "gpt2-large", "--seq-len", 99, "--batch-size", 2, 1, "--checkpointing", "--ranks", 3
+    printed = play("measure/memory.py", *words, "--only", "01", "ddp", "--gib", 20.5, "--measure", "--out", out)
+    assert asked == {(model, 99, how) for model in ("gpt2-xl", "gpt2-large") for how in (False, "cpu")}
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    assert lines[0].startswith("gpt2-xl, B 2, T 99: GiB ") and lines[0].endswith("3 ranks, to fit in 20.5 GiB")
+    assert lines[2:7] == [
+        "script weights gradients moments logits activations peak, GiB measured error largest B",
+        "01 Weight tying 0.25 0.50 0.75 1.00 4.00 6.50 7.00 -7.1% 9",
+        "01 Weight tying + checkpointing 0.25 0.50 0.75 2.00 4.00 7.50 5.00 +50.0% 8",
+        "DDP on several GPUs 0.25 1.50 0.75 1.00 4.00 7.50 5.00 +50.0% 8",
+        "DDP on several GPUs + checkpointing 0.25 1.50 0.75 2.00 4.00 8.50 3.00 +183.3% 8",
+    ]
+    found = json.loads(out.read_text())
+    assert (found["machine"], found["device"]) == ("device --device cpu", "cpu") and len(found["rows"]) == 16
+    row = found["rows"][5]  # of rung 01 with checkpointing at B 1
+    assert [*row["parts"].values(), row["measured"]] == [size * 2**28 for size in (1, 2, 3, 8, 8, 20)]
+    asked.clear()
+    printed = play("measure/memory.py", "--only", "01", device="cuda")
+    assert asked == {("gpt2", 1024, True)} and printed.split()[-2:] == ["8.00", "10.50"]  # activations with B 4, peak
+    for gib, expected in (0.9, 0), (1.26, 4), (40, 314):  # the peak is constant up to B 2
+        assert memory.largest(lambda B: {"weights": max(1.0, 0.75 + 0.125 * B) * 2**30}, gib) == expected
+
+
 @pytest.mark.slow
-def test_all_logits_never_exist_in_the_compiled_chunked_loss():
+def test_all_logits_never_exist_in_the_compiled_chunked_loss_and_fsdp_shards_the_moments():
     before = torch._inductor.config.score_fusion_memory_threshold
     assert 0 < predict(CHUNKED, 4, 256)["logits"] <= 2 * (4 * 256 // 4) * 50304
     assert torch._inductor.config.score_fusion_memory_threshold == before  # the script's setting ends with the script
+    fsdp = "branches/fsdp_run.py"
+    parts = predict(fsdp, seq_len=1024, ranks=2)  # on a CPU, a few per cent too low
+    assert sum(parts.values()) == pytest.approx(memory.measure(RUNGS[fsdp], 2, "nano", 1024, "cpu", 2), rel=0.1)
+    assert parts["moments"] == pytest.approx(2 * parts["weights"], rel=0.01)
 
 
 def test_checkpointed_blocks_keep_only_their_inputs():
@@ -73,45 +89,3 @@ def test_checkpointed_blocks_keep_only_their_inputs():
             p.grad = torch.zeros_like(p)
         peaks.append(attention.peak_bytes(lambda: model(x, y).backward(), torch.device("cpu")))  # noqa: B023
     assert peaks[1] < peaks[0] / 2
-
-
-def test_ddp_copies_the_gradients():
-    model, buckets = torch.nn.Linear(3, 4), []
-    stand_in = memory.Buckets(model, buckets)
-    assert [bucket.shape for bucket in buckets] == [p.shape for p in model.parameters()]
-    assert list(stand_in.parameters()) == list(model.parameters())  # the buckets are not parameters
-
-
-@pytest.mark.slow
-def test_the_prediction_matches_the_peak_of_two_processes():
-    """FSDP2 shards the weights and the moments. Its prediction is a few per cent too low on a CPU."""
-    parts = predict(FSDP, seq_len=1024, ranks=2)
-    assert sum(parts.values()) == pytest.approx(measure(FSDP, seq_len=1024, ranks=2), rel=0.1)
-    assert parts["moments"] == pytest.approx(2 * parts["weights"], rel=0.01)
-
-
-def test_a_tensor_made_of_tensors_counts_once():
-    """FSDP2's weights and moments are DTensors. A DTensor has the size of the unsharded tensor, but no memory."""
-    with memory.Live() as live:
-        pair = TwoTensor(torch.zeros(10), torch.zeros(10)) + 1
-    assert live.peak == 4 * (10 + 10 + 10 + 10) and live.now == 4 * (10 + 10)
-    live.resize(pair.a.untyped_storage()._cdata, 0)  # how FSDP2 frees the unsharded weights of a block
-    assert live.now == 4 * 10
-
-
-def test_the_largest_batch_is_the_largest_that_fits():
-    for gib, expected in (0.9, 0), (1.26, 4), (40, 314):  # the peak is constant up to B 2
-        assert memory.largest(lambda B: {"weights": max(1.0, 0.75 + 0.125 * B) * memory.GIB}, gib) == expected
-
-
-def test_the_table_and_the_file_agree(tmp_path):
-    words = "--model", "nano", "--seq-len", 64, "--only", "baseline", "--checkpointing", "--gib", 0.5
-    printed = play("measure/memory.py", *words, "--out", tmp_path / "memory.json")
-    data = json.loads((tmp_path / "memory.json").read_text())
-    assert [row["name"] for row in data["rows"]] == ["Baseline", "Baseline + checkpointing"]
-    lines = [line.split() for line in printed.splitlines()]
-    for row in data["rows"]:
-        sizes = [*row["parts"].values(), sum(row["parts"].values())]
-        shown = [*row["name"].split(), *(f"{size / memory.GIB:.2f}" for size in sizes), str(row["largest"])]
-        assert shown in lines and row["largest"] > 2
-    assert sum(data["rows"][1]["parts"].values()) < sum(data["rows"][0]["parts"].values())
