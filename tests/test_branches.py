@@ -11,8 +11,6 @@ import pytest
 import torch
 from conftest import CHUNKED, FP8, FP16S, REGIONAL, SCRIPTS, STEP, load, nano, play
 
-from measure import attention as bench
-
 
 @pytest.mark.parametrize("script", FP16S)
 def test_a_step_whose_gradient_overflows_is_skipped_and_said(script, monkeypatch):
@@ -58,31 +56,3 @@ def test_a_smaller_last_chunk_counts_by_its_tokens():
     idx, targets = torch.randint(50257, (2, 3, 7))  # of these 21 tokens, the last of the four chunks has only 3
     losses = [nano(script)(idx, targets).item() for script in (SCRIPTS[10], CHUNKED)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-
-
-@pytest.mark.parametrize("kind", bench.ATTENTION)
-def test_every_attention_computes_the_same(kind):
-    torch.manual_seed(0)
-    exact = [torch.randn(2, 3, 33, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    expected = torch.nn.functional.scaled_dot_product_attention(*exact, is_causal=True)
-    gradients = torch.autograd.grad(expected, exact, torch.ones_like(expected))
-    forward, both = bench.passes(bench.ATTENTION[kind], *(tensor.detach().float().requires_grad_() for tensor in exact))
-    try:
-        torch.testing.assert_close(forward().double(), expected.detach(), atol=1e-5, rtol=1e-5)
-    except RuntimeError as error:
-        if kind in ("written out", "math", "flash"):
-            raise
-        pytest.skip(f"no {kind} kernel here: {str(error)[:60]}")
-    for ours, theirs in zip(both(), gradients, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=1e-5)
-
-
-def test_the_speed_ups_of_attention_are_over_the_one_that_is_written_out(monkeypatch):
-    """A time is the median of three rounds, each of the forward pass and of both passes of every kernel in turn."""
-    ms = iter([12, 30, 4, 6] + [19, 37, 3, 5] + [11, 29, 9, 11])
-    monkeypatch.setattr(bench, "ATTENTION", {kind: bench.ATTENTION[kind] for kind in ("written out", "flash")})
-    monkeypatch.setattr(bench, "seconds", lambda *args, f: next(ms) / 1000)
-    monkeypatch.setattr(bench, "peak_bytes", lambda function, device: 3 * 2**19)
-    rows = bench.bench(*(torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))).T.to_dict("list")
-    assert rows["written out"] == ["1.5", "12.000 (11.000-19.000)", "1.00 x", "30.000 (29.000-37.000)", "1.00 x"]
-    assert rows["flash"] == ["1.5", "4.000 (3.000-9.000)", "3.00 x", "6.000 (5.000-11.000)", "5.00 x"]

@@ -17,15 +17,8 @@ from measure import device, kernels, plots, records, run
 
 FOUR, FIVE, TEN = SCRIPTS[4], SCRIPTS[5], SCRIPTS[10]
 HOST = {"id": "0123abcd", "device": "cpu", "name": "Made Up(R) 9000", "capability": "AVX2", "torch": "2", "cuda": None}
-HOST |= {
-    "python": "3",
-    "cores": 2,
-    "threads": 2,
-    "system": "Linux",
-    "memory_gib": 8.0,
-    "uuid": None,
-    "device_memory_gib": None,
-}
+HOST |= {"python": "3", "cores": 2, "threads": 2, "system": "Linux", "memory_gib": 8.0, "uuid": None}
+HOST |= {"device_memory_gib": None}
 GPU = HOST | {"device": "cuda:1", "uuid": "1", "device_memory_gib": 80.0, "driver": "1", "cuda": "1", "cudnn": 91501}
 ROOF = {"copy_gb_per_s": 20.0, "matmul": [{"precision": "bf16", "name": "square", "shape": [8, 8, 8], "tflops": 0.5}]}
 PROFILE = {"groups_ms": dict.fromkeys(plots.GROUPS, 1.25), "attention": "flash", "reserved_gib": 2.5}
@@ -254,25 +247,6 @@ def test_another_measurement_is_never_mixed_in(made_up, tmp_path, monkeypatch, c
             made_up.call("--repeat", 1, *words)
         assert f"was measured with {said}: use another folder" in capsys.readouterr().err
         assert (tmp_path / "out" / "runs.jsonl").read_bytes() == before and not made_up.state.ran
-
-
-def test_without_out_a_measurement_of_the_last_day_is_continued_and_no_other(made_up, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "ROOT", tmp_path)
-    made_up.state.host = HOST
-    lines, name, today = made_up.call("--only", "01"), "cpu-made-up-r-9000", records.now()[:10]
-    flags = "--model nano --batch-size 4 --seq-len 128 --steps 20 --device cpu"
-    assert made_up.state.ran == [f"{script} {flags}" for script in SCRIPTS[:2]]  # a CPU gets one pass
-    todo = [line | {"settings": line["settings"] | {"precision": None}} for line in lines]
-    for folder, days, changed, expected in (
-        (f"{name}-2026-01-01", -2, {}, f"{name}-{today}"),
-        (f"{name}-{today}", 0, {"source": "an edited script"}, f"{name}-{today}-2"),
-        (f"{name}-2026-01-02", -0.5, {}, f"{name}-2026-01-02"),
-    ):
-        (tmp_path / "results" / folder).mkdir(parents=True)
-        for one in lines:
-            records.append(tmp_path / "results" / folder / "runs.jsonl", one | {"started": records.now(days)} | changed)
-        chosen, found = run.choose_folder(None, todo, lines[0]["host"])
-        assert chosen.name == expected and len(found) == len(lines) * (expected == folder)
 
 
 # ---- the real scripts

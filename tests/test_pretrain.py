@@ -234,16 +234,3 @@ def test_two_processes_train_and_evaluate_together_compiled(run, small, undistur
     for script, *more in (("pretrain/sample.py",), ("pretrain/hellaswag.py", "--data", questions)):
         done = run(script, tmp_path / "ck", *more, folder=small)
         assert (done.returncode, done.stderr) == (0, "") and len(done.stdout) > 50
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [None, 1])
-def test_a_run_on_a_gpu_evaluates_and_continues(run, arguments, questions, tmp_path, ranks, measured):
-    words = [*arguments, "--model", "nano", *paths(tmp_path)]
-    both = run(TRAIN, *words, "--steps", 6, torchrun=ranks), run(TRAIN, *words, torchrun=ranks)
-    assert [done.returncode for done in both] == [0, 0] and "6 of 8 steps are done" in both[1].stdout, both
-    scores = [float(score) for score in re.findall(r"val loss (\S+)", both[0].stdout + both[1].stdout)]
-    assert scores[0] == pytest.approx(math.log(50304), abs=0.25) and scores[-1] < scores[0]
-    for script, *more in (("pretrain/sample.py",), ("pretrain/hellaswag.py", "--data", questions)):
-        assert run(script, tmp_path / "ck", *more).returncode == 0
-    measured(f"validation losses {scores}; {both[0].stdout.strip()}")

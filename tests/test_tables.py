@@ -28,19 +28,9 @@ SLOW, FAST = [900.0] * 10 + [100.0] * 10, [900.0] * 10 + [50.0] * 10
 def line(script, times, number=1, kind="rung", host=CPU, day=2, loss=9.0, memory=None, error=None, **settings):
     """Return a line of a log: a run of `script` in pass `number` whose steps took `times` milliseconds."""
     settings = {"model": "nano", "batch_size": 4, "seq_len": 128, "steps": len(times)} | settings
-    about = {
-        "script": script,
-        "kind": kind,
-        "pass": number,
-        "command": "python -m measure.run",
-        "commit": "01234567" * 5,
-    }
-    about |= {
-        "settings": settings | {"precision": PRECISIONS.get(script)},
-        "source": "0",
-        "host": host,
-        "figures": None,
-    }
+    about = {"script": script, "kind": kind, "pass": number, "command": "python -m measure.run", "source": "0"}
+    about |= {"settings": settings | {"precision": PRECISIONS.get(script)}, "host": host, "figures": None}
+    about |= {"commit": "01234567" * 5}
     about |= {"gpu": {"before": {"load": None}, "middle": None}, "started": f"2026-12-0{day}T03:04:05+00:00"}
     losses = [loss - step / 100 for step in range(len(times))]
     return about | {"step_ms": times, "losses": losses, "peak_gib": memory, "error": error}
@@ -378,11 +368,7 @@ def test_committed_results_are_logs_of_runs_on_one_machine(path):
 
 
 def test_public_figures_agree_with_a_second_source():
-    public, cards = read_toml("results/public.toml"), read_toml("measure/cards.toml")
-    sheets = "T4 8.1 65 320, RTX 3080 29.8 59.5 760, RTX 3090 35.6 71 936, RTX 4090 82.6 165.2 1008, "
-    sheets += "RTX 5090 104.8 209.5 1792, L4 30.3 121 300, A100 19.5 312 1555, H100 67 989 3350, H200 67 989 4800"
-    rates = "float32", "fp16", "gb_per_s"
-    assert ", ".join(" ".join([name, *(str(card[key]) for key in rates)]) for name, card in cards.items()) == sheets
+    public = read_toml("results/public.toml")
     speeds, again = {one["ran"]: one["tokens_per_s"] for one in public["speed"]}, []
     for ran, speed in speeds.items():  # some entries also give the time or the total that the speed comes from
         gpus = int((re.search(r"(\d+) GPUs", ran) or "01")[1])
