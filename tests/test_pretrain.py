@@ -97,11 +97,11 @@ def test_each_number_that_a_run_prints_and_logs_is_that_of_its_weights(undisturb
             scores |= {"samples": [loader.encoding.decode(text.tolist()) for text in texts]}
             assert row == {"step": step, "eval_sec": row["eval_sec"]} | scores
             text = f"step {step:4d} | val loss {row['val_loss']:.6f} | HellaSwag {row['hellaswag']:.4f} | "
-            place = lines.index(f"{text}{row['eval_sec']:.1f} s")
+            assert (line := f"{text}{row['eval_sec']:.1f} s") in lines
+            place = lines.index(line)
             assert [json.loads(line) for line in lines[place + 1 : place + 5]] == row["samples"]
             assert len(set(row["samples"])) == 4 and all(text.startswith("ROMEO:") for text in row["samples"])
         else:
-            assert row.keys() == {"step", "loss", "lr", "norm", "sec"}
             text = f"step {step:4d} | loss {row['loss']:.6f} | lr {row['lr']:.4e} | norm {row['norm']:.4f} | "
             text += f"dt {1000 * row['sec']:8.2f} ms | {256 / row['sec']:10,.0f} tok/s"
             assert sum(line.startswith(text) for line in lines) == 1, text
