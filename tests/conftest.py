@@ -298,12 +298,16 @@ class OnTheCpu(TorchFunctionMode):
         def here(value):
             return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
 
-        name, gpu = getattr(call, "__name__", ""), any(here(value) is not value for value in args)
+        name, kwargs = getattr(call, "__name__", ""), kwargs or {}
+        gpu = any(here(value) is not value for value in (*args, *kwargs.values()))
         if name == "to" and gpu:
             self.events.append("copy")
         if name in ("item", "tolist", "cpu", "numpy"):
             self.events.append("wait")
-        return call(*map(here, args), **{key: here(value) for key, value in (kwargs or {}).items()})
+        made = call(*map(here, args), **{key: here(value) for key, value in kwargs.items()})
+        if gpu and isinstance(made, torch.Tensor):
+            made.on_gpu = True  # for a test of what is given to NCCL
+        return made
 
 
 @contextlib.contextmanager
