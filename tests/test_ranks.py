@@ -70,6 +70,8 @@ def work(number, ranks, port, folder):
                 more = ["--warmup-steps", 10] if script == TRAIN else []
                 if len(scripts) == 2:
                     more += ["--checkpoint-dir", own, "--log-file", own / "log.jsonl", "--resume"]
+                else:
+                    more += ["--save", folder / f"{number}.save"]
                 with contextlib.suppress(SystemExit):
                     printed = play(script, *words, *more, autocast=False)
                 if dist.is_initialized():
@@ -90,6 +92,8 @@ def test_three_ranks_train_stop_and_resume_like_one_process_on_the_whole_batch(t
     except torch.multiprocessing.ProcessException as error:
         pytest.fail(str(error))
     *ranks, one = (torch.load(tmp_path / f"{number}.pt") for number in range(4))
+    saved = {path.stem: torch.load(path, weights_only=True).keys() for path in tmp_path.glob("*.save")}
+    assert saved.keys() == {"0", "3"} and saved["0"] == saved["3"]  # rank 0 writes, without DDP's prefix
     for name, (expected, printed) in one.items():
         rows = [list(STEP.finditer(text)) for text in (printed, ranks[0][name][1])]
         if len(RUNS[name]) == 2:

@@ -10,6 +10,7 @@ import statistics
 import sys
 
 import pytest
+import torch
 from conftest import (
     BF16_CPU,
     FP16_10,
@@ -21,6 +22,7 @@ from conftest import (
     STEP,
     SUMMARY,
     clips,
+    load,
     play,
     press_ctrl_c_at,
     since,
@@ -118,3 +120,12 @@ def test_bad_input(script, arguments, error, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     refused(script, "--steps", 1, *arguments, says=error)
     assert [path.name for path in tmp_path.iterdir()] == ["latin1.txt"]
+
+
+def test_out_of_memory_names_the_options_that_need_less(monkeypatch, refused):
+    def forward(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total ...")
+
+    for script in BOTH:
+        monkeypatch.setattr(load(script).GPT, "forward", forward)
+        refused(script, "--device", "cpu", says="out of memory: lower --batch-size or --seq-len$")

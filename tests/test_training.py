@@ -1,19 +1,16 @@
 """One run through main() per loop shows that each option reaches its use and that each printed field is true.
 
-Most runs use a simulated GPU, the second of two, and a clock with known readings. Three real processes train together,
-stop and resume: they read the batches of one process, clip the same gradient, and print the same losses.
+Most runs use a simulated GPU, the second of two, and a clock with known readings. test_ranks.py trains with several
+processes.
 """
 
 import contextlib
 import functools
 import json
 import math
-import multiprocessing
 import platform
 import statistics
 import sys
-from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,20 +20,17 @@ from conftest import (
     BF16_CPU,
     FP16S,
     LONG,
-    MUON,
     NO_SCORES,
     REGIONAL,
     ROOT,
     RUNGS,
     SCRIPTS,
-    STEP,
     SUMMARY,
     TRAIN,
     clips,
     encode,
     load,
     made_up_gpu,
-    nano,
     play,
     save_gpt2,
     since,
@@ -58,13 +52,12 @@ TINY = {"n_layer": 1, "n_head": 2, "n_embd": 16}
 TEXT = (ROOT / "input.txt").read_text(encoding="utf-8")[:2150]  # its tokens do not divide evenly into batches
 
 
-def batches(script, size, rank=0, ranks=1):
-    """Return the batches that a rank reads from TEXT, as lists of size + 1 tokens."""
+def batches(script, size):
+    """Return the batches of TEXT, as lists of size + 1 tokens."""
     tokens = encode(TEXT)
     if script == TRAIN:  # an endless stream; a tenth of the text is held out
         tokens = 9 * tokens[: len(tokens) * 9 // 10]
-    found = [tokens[start : start + size + 1] for start in range(0, len(tokens) - size, size)]
-    return 9 * found[rank : len(found) // ranks * ranks : ranks]  # a pass ends when not every rank has a batch left
+    return 9 * [tokens[start : start + size + 1] for start in range(0, len(tokens) - size, size)]
 
 
 def words_for(script, B=1, T=8, micro=1, steps=1, data=ROOT / "README.md"):
@@ -256,15 +249,6 @@ def test_a_step_runs_one_graph_of_fixed_shapes_that_returns_the_loss_and_nothing
     assert all(type(size) is int for example in inputs for size in example.shape)
 
 
-@pytest.mark.parametrize("script", versions("get_lr", among=since(9, among=ALL)))
-def test_the_learning_rate_warms_up_and_falls_along_a_cosine(script):
-    get_lr, unit = load(script).get_lr, 3.6e-4 if script == MUON else 6e-5  # a tenth of the highest rate
-    last = 1 + 0.5 * (1 + math.cos(math.pi * 39 / 40)) * 9
-    for step, tenths in (0, 1), (4, 5), (9, 10), (10, 10), (30, (10 + 1) / 2), (49, last):
-        assert get_lr(step, 50, warmup_steps=10) == pytest.approx(tenths * unit)
-    assert get_lr(2, 3, warmup_steps=10) == pytest.approx(3 * unit)  # a run shorter than its warm-up
-
-
 def test_only_matrices_decay():
     module = load(SCRIPTS[8])
     with torch.device("meta"):
@@ -274,73 +258,6 @@ def test_only_matrices_decay():
 
 
 # ---- several ranks
-
-
-def train_as_a_rank(rank, ranks, folder):
-    """Train each script as one of several ranks, in steps of 192 tokens, and save what was seen.
-
-    A script that saves checkpoints is started twice: for two steps, then with --resume and a longer --steps.
-    """
-    begin, found = dist.init_process_group, {}
-    place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "here", "MASTER_PORT": "1"}
-    for script, steps in [(s, steps) for s in RANKED for steps in ((2, 4) if s in SAVING else (4,))]:
-        module, name = load(script), f"{Path(script).stem}-{ranks}"
-        seen = found.setdefault(script, {"batches": [], "grads": [], "printed": ""})
-        next_batch, store = module.DataLoaderLite.next_batch, dist.FileStore(f"{folder}/{name}-{steps}.store", ranks)
-
-        def read_and_look(loader, next_batch=next_batch, seen=seen):
-            x, y = next_batch(loader)
-            seen["batches"].append([*x.flatten().tolist(), y[-1, -1].item()])
-            return x, y
-
-        def look(optimizer, *_, seen=seen):
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            grads = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]  # FSDP shards them
-            if optimizer.param_groups[0]["lr"]:  # otherwise, loading a checkpoint creates AdamW's moments
-                seen["grads"].append([grad.detach().clone() for grad in grads])
-
-        with pytest.MonkeyPatch.context() as patch:
-            options = {"store": store, "rank": rank, "world_size": ranks, "timeout": timedelta(seconds=60)}
-            patch.setattr(dist, "init_process_group", functools.partial(begin, **options))
-            patch.setattr(module.DataLoaderLite, "next_batch", read_and_look)
-            patch.setattr(load(TRAIN), "evaluate", lambda *args: NO_SCORES)
-            patch.setitem(module.MODELS, "nano", module.GPTConfig(**TINY))
-            words = words_for(script, 2, 16, 6, steps, folder / "text.txt") + ["--save", folder / f"{name}-{rank}.save"]
-            words += ["--checkpoint-dir", folder / name, "--resume"] * (script in SAVING)
-            hook = register_optimizer_step_pre_hook(look)
-            seen["printed"] += play(script, *words, autocast=False, **place)
-            hook.remove()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    torch.save(found, folder / f"{ranks}-{rank}.pt")
-
-
-@pytest.fixture(scope="module")
-def together(tmp_path_factory):
-    """Return the folder of the files, what one process saw when it trained alone, and what each of three saw."""
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    train_as_a_rank(0, 1, folder)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["conftest", "torch._dynamo"])
-    torch.multiprocessing.start_processes(train_as_a_rank, (3, folder), 3, start_method="forkserver")
-    return folder, *(torch.load(folder / f"{name}.pt") for name in ("1-0", "3-0", "3-1", "3-2"))
-
-
-@pytest.mark.parametrize("script", RANKED)
-def test_three_ranks_train_as_one_process_does_and_rank_0_writes(together, script):
-    folder, (one, *ranks) = together[0], [found[script] for found in together[1:]]
-    for rank, seen in enumerate(ranks):
-        assert seen["batches"] == batches(script, 2 * 16, rank, 3)[: 4 * 2]  # past the end of the text, and resumed
-        for grads, expected in zip(seen["grads"][:3], one["grads"][:3], strict=True):  # alone, the text ends later
-            assert all((g - e).norm() <= 1e-5 * e.norm() for g, e in zip(grads, expected, strict=True))
-        assert bool(seen["printed"]) == (rank == 0)
-    shown, alone = (list(STEP.finditer(seen["printed"])) for seen in (ranks[0], one))
-    assert len(shown) == len(alone) == 4
-    for step, expected in zip(shown[:3], alone[:3], strict=True):
-        assert float(step["loss"]) == pytest.approx(float(expected["loss"]), abs=2e-5)
-        assert float(step["norm"]) == pytest.approx(float(expected["norm"]), abs=2e-4) and float(step["norm"]) > 1.1
-    saved = torch.load(folder / f"{Path(script).stem}-3-0.save", weights_only=True)
-    assert saved.keys() == nano(script).state_dict().keys()
 
 
 PASSES = []  # one entry per forward pass of DDP
