@@ -38,7 +38,7 @@ def test_the_printed_and_written_figures_are_the_predicted_and_measured_bytes_in
 
     def measure(rung, batch_size, device, model, seq_len, ranks, checkpointing):
         asked.add((model, seq_len, device))
-        return (8 - ranks) * 2**30 - checkpointing * 2**31
+        return (4 + 2 * batch_size - ranks) * 2**30 - checkpointing * 2**31
 
     asked, out = set(), tmp_path / "memory.json"
     monkeypatch.setattr(memory, "predict", predict)
@@ -59,7 +59,7 @@ def test_the_printed_and_written_figures_are_the_predicted_and_measured_bytes_in
     found = json.loads(out.read_text())
     assert (found["machine"], found["device"]) == ("device --device cpu", "cpu") and len(found["rows"]) == 16
     row = found["rows"][5]  # of rung 01 with checkpointing at B 1
-    assert [*row["parts"].values(), row["measured"]] == [size * 2**28 for size in (1, 2, 3, 8, 8, 20)]
+    assert [*row["parts"].values(), row["measured"]] == [size * 2**28 for size in (1, 2, 3, 8, 8, 12)]
     asked.clear()
     printed = play("measure/memory.py", "--only", "01", device="cuda")
     assert asked == {("gpt2", 1024, True)} and printed.split()[-2:] == ["8.00", "10.50"]  # activations with B 4, peak
