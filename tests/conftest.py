@@ -377,18 +377,6 @@ def refused(monkeypatch, capfd):
     return refused
 
 
-@pytest.fixture
-def measured(request):
-    """Return a function that writes a measurement to the terminal as one line, even while pytest captures output."""
-    reporter, capture = map(request.config.pluginmanager.get_plugin, ("terminalreporter", "capturemanager"))
-
-    def measured(text):
-        with capture.global_and_fixture_disabled():
-            reporter.write_line(f"{request.node.name}: {text}")
-
-    return measured
-
-
 def trouble(errors):
     """Return the lines of a process's stderr that report errors, or warnings about this project's code."""
     ours = rf"{re.escape(str(ROOT))}/(?!\S*(?:site|dist)-packages/)"
