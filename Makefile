@@ -49,7 +49,7 @@ plot: .venv/dev
 test: .venv/dev lint
 	$(PYTEST) -m 'not slow' $(ARGS)
 
-test-all: .venv/dev lint chromium
+test-all: .venv/dev lint
 	$(PYTEST) $(ARGS)
 
 lint: .venv/dev
@@ -77,10 +77,4 @@ figures: .venv/dev
 	.venv/bin/python -m pip install -r docs/requirements.txt
 	@touch $@
 
-# The browser test is skipped without Chromium. The CI image does not include it, so this target installs it in CI.
-chromium:
-	@if [ "$$CI" = true ] && ! command -v chromium && ! command -v google-chrome; then \
-		apt-get update && apt-get install -y --no-install-recommends chromium; \
-	fi
-
-.PHONY: chromium compare counts docs figures help ladder lint plot propagate quality run test test-all
+.PHONY: compare counts docs figures help ladder lint plot propagate quality run test test-all

@@ -58,17 +58,16 @@ def script():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return a function that runs a script for 14 steps, which take 10, 20, ... seconds, with checkpoints.
+    """Return a function that runs a script for 14 steps with checkpoints.
 
     It returns the recorded steps, the checkpoints' names and the folder, without the last checkpoint, as after a kill.
     """
 
     @functools.cache
     def whole(script):
-        folder, clock = tmp_path_factory.mktemp("whole"), (10 * (i // 2 + 1) * (i % 2) for i in range(28))
+        folder = tmp_path_factory.mktemp("whole")
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
-            patch.setattr(load(script), "time", SimpleNamespace(perf_counter=lambda: next(clock), time=time.time))
             words = "--checkpoint-dir", "saved", "--save-every", 6, "--keep", 3, "--log-file", "log.jsonl"
             steps = train(14, *words, script=script)
         found = names(folder / "saved")
@@ -103,7 +102,7 @@ def no_start(refused, script, monkeypatch):
 
 
 @pytest.mark.parametrize("script", SAVING)
-def test_a_checkpoint_and_the_log_hold_what_the_run_computed_and_printed(whole, saved, tmp_path, script):
+def test_a_checkpoint_holds_all_that_the_training_is(whole, saved, tmp_path, script):
     steps, found, _ = whole(script)
     assert found == ["step_00000006.pt", "step_00000012.pt", "step_00000014.pt"]
     checkpoint = torch.load(saved / "step_00000006.pt", weights_only=True)
@@ -118,17 +117,7 @@ def test_a_checkpoint_and_the_log_hold_what_the_run_computed_and_printed(whole, 
     assert {float(state["step"]) for state in checkpoint["optim"]["state"].values()} == {6.0}
     header, *_ = (tmp_path / "log.jsonl").read_text().splitlines()
     assert json.loads(header) == {"begun": checkpoint["begun"]} | checkpoint["task"]
-    for number, (step, row) in enumerate(zip(steps, records(tmp_path / "log.jsonl"), strict=True)):
-        seconds, loss = 10 * (number + 1), sum(step.losses) / len(step.losses)
-        assert row.keys() == {"step", "loss", "lr", "norm", "sec"}
-        assert (row["step"], row["lr"], row["sec"]) == (number, step.groups[0]["lr"], seconds)
-        assert row["loss"] == pytest.approx(loss, abs=2e-6)
-        shown = {"step": f"{number:4d}", "loss": f"{row['loss']:.6f}", "lr": f"{row['lr']:.4e}"}
-        shown |= {"norm": f"{row['norm']:.4f}", "ms": f"{1000 * seconds:8.2f}", "rate": f"{128 / seconds:10,.0f}"}
-        assert step.printed.items() >= shown.items()
-    # The median of the last ten steps without the first, times the number of steps to come
-    left = "4.0 4.6 5.0 5.2 5.3 5.2 5.0 4.6 4.0 3.2 2.5 1.4 0.0".split()
-    assert [step.printed["left"] for step in steps] == [None, *left]
+    assert len(records(tmp_path / "log.jsonl")) == len(steps) == 14  # test_training.py compares their values
 
 
 @pytest.mark.parametrize("script", SAVING)

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT, RUNGS, copy_project, only_committed_results
 
 from dev.ladder import read_toml
@@ -61,6 +62,14 @@ def test_every_script_has_its_diff_on_a_page_with_the_numbers_of_added_and_remov
     assert {after: before for before, after, *_ in shown} == {name: r.before for name, r in RUNGS.items() if r.before}
     for _, after, *numbers, diff in shown:
         assert numbers == [f"{sign}{len(re.findall(f'^[{old}]', diff, re.M))}" for sign, old in ("++", "−-")], after
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_broken_link_or_anchor(tmp_path):
+    pytest.importorskip("zensical", reason="Zensical needs Python 3.11 or later")
+    docs = copy_project(tmp_path, "docs")
+    done = subprocess.run([sys.executable, "-m", "zensical", "build", "--strict"], cwd=docs, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 NUMBER = re.compile(r"([\d.,]*\d) ?(bytes|kB|MB|GB/s|GB|GiB|GFLOP|TFLOP/s|TFLOP|ms|s|%)?(?![\w/])")
