@@ -112,3 +112,5 @@ def test_the_data_sheets_agree_with_cores_clocks_and_memory_buses():
         assert [found["float32"], found["fp16"]] == pytest.approx([rate, factor * rate], rel=0.01), name
         assert found.get("bf16", found["fp16"]) == found["fp16"], name
         assert found["GB/s"] == pytest.approx(bits * gbit / 8, rel=0.01), name
+    with pytest.raises(ValueError, match="--card A10: "):  # not the A100
+        counts.Card.read("A10")

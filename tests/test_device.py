@@ -105,10 +105,8 @@ def test_memory_is_in_gib_clock_in_mhz_and_power_in_watts_of_the_gpu_and_other_w
     nvml = {"Init": lambda: None, "DeviceGetCount": lambda: 2, "DeviceGetHandleByIndex": lambda index: index}
     nvml |= {"DeviceGetUUID": names.__getitem__, "DeviceGetClockInfo": lambda gpu, kind: {(1, "sm"): 1234}[gpu, kind]}
     nvml |= {"DeviceGetPowerUsage": lambda gpu: 456_789, "DeviceGetEnforcedPowerLimit": lambda gpu: 700_000}
-    nvml |= {
-        "DeviceGetTemperature": lambda *_: {}["not supported"],
-        "DeviceGetComputeRunningProcesses": lambda gpu: work.processes,
-    }
+    nvml |= {"DeviceGetTemperature": lambda *_: {}["not supported"], "DeviceGetMaxClockInfo": lambda *_: 1980}
+    nvml |= {"DeviceGetComputeRunningProcesses": lambda gpu: work.processes}
     nvml |= {"DeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=work.used)}
     nvml = {f"nvml{name}": call for name, call in nvml.items()} | {"NVML_CLOCK_SM": "sm", "NVML_TEMPERATURE_GPU": 0}
     monkeypatch.setattr(device, "pynvml", SimpleNamespace(NVMLError=KeyError, **nvml))
@@ -238,6 +236,16 @@ def test_the_attention_table_shows_the_times_peaks_and_speed_ups_of_what_its_opt
     rows += ["math 0.5 0.400 (0.250-0.500) 5.00 x 5.000 (4.000-6.000) 1.80 x", "flash kernel not available"]
     heading = "MiB forward, ms forward, speed-up both passes, ms both passes, speed-up"
     assert lines[1:] == ["", "T 8", heading, *rows, "", "T 16", heading, *rows]
+
+
+def test_the_peak_of_an_attention_kernel_does_not_include_the_one_before(monkeypatch):
+    memory = SimpleNamespace(now=5, peak=50)
+    module = SimpleNamespace(
+        memory_allocated=lambda device: memory.now, max_memory_allocated=lambda device: memory.peak
+    )
+    module.reset_peak_memory_stats = lambda device: setattr(memory, "peak", memory.now)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert attention.peak_bytes(lambda: setattr(memory, "peak", max(memory.peak, 12)), torch.device("cuda")) == 12 - 5
 
 
 def test_each_attention_kernel_is_causal_and_is_the_one_that_its_row_names():

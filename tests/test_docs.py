@@ -112,6 +112,13 @@ def test_the_arithmetic_on_the_pages_is_right_with_rates_that_were_measured_or_a
             assert " = " not in line or is_true(line), (page.stem, line)
             lines += " = " in line
     assert lines > 50
+    links = re.findall(
+        r"\| .*, (\S+) GB/s \| (\S+) ms \| (\S+) ms \| (\S+) ms \|", (PAGES[0].parent / "scale.md").read_text()
+    )
+    for rate, *times in links:
+        expected = [2 * (n - 1) / n * 4 * 124_475_904 / float(rate) / 1e6 for n in (2, 4, 8)]  # GPUs
+        assert [float(ms) for ms in times] == pytest.approx(expected, abs=0.051), rate
+    assert len(links) == 5
 
 
 def test_times_and_memory_in_sentences_and_arithmetic_are_the_measured_ones():
