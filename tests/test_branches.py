@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from conftest import CHUNKED, FP8, FP16S, REGIONAL, SCRIPTS, STEP, load, nano, play
+from conftest import CHUNKED, FP8, FP16S, SCRIPTS, STEP, load, nano, play
 
 
 @pytest.mark.parametrize("script", FP16S)
@@ -37,17 +37,11 @@ def test_a_step_whose_gradient_overflows_is_skipped_and_said(script, monkeypatch
     assert all(p.isfinite().all() for p in weights[-1])
 
 
-def test_every_block_is_compiled(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(load(REGIONAL).Block, "compile", lambda block, mode: compiled.append(block))
-    play(REGIONAL, "--steps", 1, "--batch-size", 1, "--seq-len", 16)
-    assert len(compiled) == 2
-
-
 def test_the_gradients_of_the_float8_head_are_off_by_its_rounding():
     torch.manual_seed(0)
     x, w, grad = torch.randn(64, 32), torch.randn(48, 32) / 50, torch.randn(64, 48).softmax(dim=-1) / 64
     logits = load(FP8).Float8Linear.apply(x.requires_grad_(), w.requires_grad_())
+    assert 0.01 < (logits.detach() - x @ w.T).norm() / (x @ w.T).norm() < 0.08
     for ours, theirs in zip(torch.autograd.grad(logits, (x, w), grad.bfloat16()), (grad @ w, grad.T @ x), strict=True):
         assert 0.01 < (ours - theirs).norm() / theirs.norm() < 0.08
 

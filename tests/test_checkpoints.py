@@ -215,13 +215,24 @@ def test_a_power_cut_leaves_every_named_checkpoint_whole_and_the_log_that_it_cou
     assert seen == [0, 2, 4, 5]
 
 
-def test_a_kill_while_saving_loses_only_that_checkpoint(saved, undisturbed, tmp_path, monkeypatch):
+def test_a_kill_or_a_full_disk_while_saving_loses_only_that_checkpoint(saved, undisturbed, tmp_path, monkeypatch):
     at_the_kill, words = tmp_path / "at the kill", ["--resume", "--checkpoint-dir"]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(torch, "save", cut_off)
         patch.setattr(Path, "unlink", lambda path, **_: shutil.copytree(saved, at_the_kill))  # a kill deletes nothing
         train(14, *words, saved, "--save-every", 1)
     assert names(at_the_kill) == ["step_00000006.pt", "step_00000012.pt", "step_00000013.pt.tmp"]
+
+    def full(state, file):
+        try:
+            raise OSError(errno.ENOSPC, "No space left")
+        except OSError:
+            raise RuntimeError("unexpected pos") from None  # as torch.save() does
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="13.pt cannot be written: .*No space left"):
+        patch.setattr(torch, "save", full)
+        train(14, *words, saved, "--save-every", 1)
+    assert names(saved) == ["step_00000006.pt", "step_00000012.pt"]  # and no unfinished one
     assert curve(train(14, *words, at_the_kill)) == curve(undisturbed)[12:]
     assert names(at_the_kill) == ["step_00000012.pt", "step_00000014.pt"]
 
@@ -389,8 +400,10 @@ def test_a_folder_has_one_run_at_a_time(saved, other_run, no_start, undisturbed,
     assert {path: path.read_bytes() for path in saved.parent.rglob("*.*")} == before
     last = 63
     assert curve(train(14, *words, "--resume")) == curve(undisturbed)[12:] and len(waits) == last
-    hold = subprocess.run([sys.executable, "-c", HOLD.format(more="fcntl.LOCK_NB"), saved / "lock"])
-    assert hold.returncode == 1  # this process, in which the run took place, holds the lock until it ends
+    words = sys.executable, "-c", HOLD.format(more="fcntl.LOCK_NB"), saved / "lock"
+    assert (
+        b"BlockingIOError" in subprocess.run(words, capture_output=True).stderr
+    )  # this process, in which the run took place, holds the lock until it ends
 
 
 def test_all_ranks_end_if_another_run_has_the_lock_or_they_see_different_folders(saved, other_run, monkeypatch):

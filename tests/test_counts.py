@@ -16,7 +16,7 @@ from measure import counts
 from measure.records import flops_per_token
 
 RUNGS = {rung.number: rung for rung in read_ladder() if rung.part == "rung" and rung.kind != "scale"}
-COMPILED = [pytest.param(number, marks=pytest.mark.slow) for number in ("05", "08", "10", "peer")]
+COMPILED = [pytest.param(number, marks=pytest.mark.slow) for number in ("05", "06", "07", "08", "09", "10", "peer")]
 B, T = 4, 32
 
 
@@ -37,8 +37,9 @@ def test_the_counts_match_the_formula_in_the_precision_of_the_rung_and_the_commi
     assert sum(kernel.flops for kernel in kernels) == expected
     assert {kernel.precision for kernel in kernels} == {rung.precision, ""}
     path, about = ROOT / "results" / ("counts-peer.json" if peer else "counts.json"), ("gpt2", 16 if peer else 4, 1024)
-    if counts.counted_with(path) == torch.__version__.partition("+")[0]:
-        assert Counter(counts.step(rung, *about)) == counts.read_counts(path)[about][rung.file]
+    if counts.counted_with(path) != torch.__version__.partition("+")[0]:
+        pytest.skip(f"{path.name} was counted with another version of torch")
+    assert Counter(counts.step(rung, *about)) == counts.read_counts(path)[about][rung.file]
 
 
 def test_the_bytes_of_a_kernel_are_those_that_it_reads_and_writes():

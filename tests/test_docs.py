@@ -56,12 +56,10 @@ def test_what_make_figures_writes_is_up_to_date_and_follows_the_results_and_the_
         assert re.search(rf"^\+{line}", done.stdout, re.MULTILINE), line
 
 
-def test_every_script_has_its_diff_on_a_page_with_the_numbers_of_added_and_removed_lines():
+def test_every_script_has_its_diff_on_a_page():
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)  # test_ladder.py compares diffs with git's
-    shown = re.findall(r"^From `(.*)` to `(.*)`: (\S+) (\S+) lines.*\n\n```diff\n((?:.*\n)*?)```", text, re.MULTILINE)
-    assert {after: before for before, after, *_ in shown} == {name: r.before for name, r in RUNGS.items() if r.before}
-    for _, after, *numbers, diff in shown:
-        assert numbers == [f"{sign}{len(re.findall(f'^[{old}]', diff, re.M))}" for sign, old in ("++", "−-")], after
+    shown = re.findall(r"^From `(.*)` to `(.*)`: .*\n\n```diff\n", text, re.MULTILINE)
+    assert {after: before for before, after in shown} == {name: r.before for name, r in RUNGS.items() if r.before}
 
 
 @pytest.mark.slow

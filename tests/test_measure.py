@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, RUNGS, SCRIPTS, play
+from conftest import ROOT, RUNGS, SCRIPTS, commit_all, play
 
 from measure import device, kernels, plots, records, run
 
@@ -120,9 +120,10 @@ def made_up(monkeypatch, tmp_path):
         printed += json.dumps(PROFILE) * ("measure.kernels" in words)
         return ("no bf16 here: it takes a GPU that has it\n" if FIVE in words else "") + printed, "", 0
 
-    def call(*words, out=tmp_path / "out", cut=None):
+    def call(*words, out="out", cut=None):
         state.cut, state.ran, state.caches, state.asked, state.steps = cut, [], [], [], 0
-        monkeypatch.setattr("sys.argv", ["run.py", *map(str, ["--out", out, *words])])
+        folder = tmp_path / str(out)
+        monkeypatch.setattr("sys.argv", ["run.py", *map(str, ["--out", folder][: 2 * bool(out)]), *map(str, words)])
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-4ab, MIG-7cd")
         before = {number: signal.getsignal(number) for number in run.STOPS}
         try:
@@ -133,7 +134,7 @@ def made_up(monkeypatch, tmp_path):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return records.read(out / "runs.jsonl")
+        return records.read(folder / "runs.jsonl") if out else None
 
     for owner, name, value in (
         (run, "ask", ask),
@@ -247,6 +248,30 @@ def test_another_measurement_is_never_mixed_in(made_up, tmp_path, monkeypatch, c
             made_up.call("--repeat", 1, *words)
         assert f"was measured with {said}: use another folder" in capsys.readouterr().err
         assert (tmp_path / "out" / "runs.jsonl").read_bytes() == before and not made_up.state.ran
+
+
+def test_without_out_a_measurement_of_the_last_day_is_continued_and_no_other(made_up, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    made_up.state.host, flags = HOST, "--model nano --batch-size 4 --seq-len 128 --steps 20 --device cpu"
+    for day, words, folder, ran in (
+        (1, [], "2026-01-01", [f"{script} {flags}" for script in SCRIPTS[:2]]),  # a CPU gets one pass
+        (1, [], "2026-01-01", []),
+        (1, ["--batch-size", 5], "2026-01-01-2", None),
+        (3, [], "2026-01-03", None),
+    ):
+        monkeypatch.setattr(records, "now", lambda days=0, day=day: f"2026-01-{day + days:02d}T10:00:00+00:00")
+        made_up.call("--only", "01", *words, out=None)
+        assert ran == made_up.state.ran or (ran is None and len(made_up.state.ran) == 2)
+        assert (tmp_path / "results" / f"cpu-made-up-r-9000-{folder}" / "runs.jsonl").exists()
+
+
+def test_a_measurement_names_its_commit_and_whether_files_differ_from_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    for text, end in ("one", ""), ("two", " and uncommitted changes"):
+        (tmp_path / "file").write_text(text)
+        if text == "one":
+            commit_all(tmp_path)
+        assert re.fullmatch(f"[0-9a-f]{{40}}{end}", records.commit())
 
 
 # ---- the real scripts

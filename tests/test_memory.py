@@ -23,11 +23,12 @@ def test_a_prediction_matches_the_measured_peak_and_the_tensors_of_a_step(tmp_pa
     parts, module = predict("baseline.py", 4, 256), load("baseline.py")
     with torch.device("meta"):
         weights = list(module.GPT(module.GPTConfig(n_layer=4, n_head=4, n_embd=128)).parameters())
-    number, mask = sum(p.numel() for p in weights), 4 * 1024 * 1024
+    number, masks = sum(p.numel() for p in weights), 4 * 1024 * 1024  # the bool masks of four blocks
     assert parts["weights"] == 4 * number
     assert parts["moments"] == 2 * 4 * number + 4 * len(weights)  # each parameter has a step counter
     assert parts["logits"] == 3 * 4 * 4 * 256 * 50257  # log-probabilities, their gradient, and the logits' gradient
-    assert parts["activations"] > mask  # the bool masks of four blocks, which are buffers, not weights
+    assert predict("baseline.py", 1, 8)["activations"] >= masks  # buffers, not weights
+    assert predict("ddp_run.py", ranks=2)["gradients"] >= 2 * 4 * 7_363_328  # DDP copies them into buckets
 
 
 def test_the_printed_and_written_figures_are_the_predicted_and_measured_bytes_in_gib(monkeypatch, tmp_path):
@@ -76,6 +77,7 @@ def test_all_logits_never_exist_in_the_compiled_chunked_loss_and_fsdp_shards_the
     parts = predict(fsdp, seq_len=1024, ranks=2)  # on a CPU, a few per cent too low
     assert sum(parts.values()) == pytest.approx(memory.measure(RUNGS[fsdp], 2, "nano", 1024, "cpu", 2), rel=0.1)
     assert parts["moments"] == pytest.approx(2 * parts["weights"], rel=0.01)
+    assert parts["weights"] == pytest.approx(4 * 7_363_328 / 2, rel=0.01)
 
 
 def test_checkpointed_blocks_keep_only_their_inputs():

@@ -98,6 +98,8 @@ def measure(monkeypatch, tmp_path, capsys):
         def execute(arguments, cache):
             ran.append(" ".join(map(str, arguments)))
             script, rate, seed = re.search(r"train (\S+)(?: --max-lr (\S+))? --seed (\d)", ran[-1]).groups()
+            if (script, rate) not in losses:
+                return "", "a.py: error: the loss is not finite at step 3", 1
             found = {"steps": [50, 100], "losses": [9.0, losses[script, rate][int(seed)]]}
             found["ms"] = [500.0] * 10 + [(20.0 if script == BASE else 10.0) + int(seed)] * 90
             return f"text\n{json.dumps(found)}\n", "", 0
@@ -123,6 +125,8 @@ def test_a_rung_is_compared_with_the_rung_before_at_the_same_seed(measure, monke
     one = {"script": ONE, "max_lr": None, "seed": 0, "steps": [50, 100], "losses": [9.0, 7.0], "ms": 10.0}
     assert data["runs"].pop(1) == one
     (tmp_path / "quality.json").write_text(json.dumps(data))
+    with pytest.raises(SystemExit):  # another measurement
+        measure(losses, words.replace("--steps 100", "--steps 50"))
     data, again, _ = measure(losses, words)  # goes on with the missing run
     assert again == ran[1:2] and len(data["runs"]) == 6
     # 75, 80 and more than 100 steps of 10, 11 and 12 ms, instead of 100 steps of 20, 21 and 22 ms
@@ -141,11 +145,12 @@ def test_a_rung_is_compared_with_the_rung_before_at_the_same_seed(measure, monke
 def test_with_learning_rates_a_row_is_compared_with_the_best_rate_of_the_first_script(measure):
     losses = {(TEN, "0.001"): (8.0, 8.2), (TEN, "0.002"): (7.4, 7.6)}
     losses |= {(MUON, "0.001"): (7.5, 7.5), (MUON, "0.002"): (7.0, 7.0)}
-    data, ran, _ = measure(losses, f"--scripts {TEN} {MUON} --max-lr 1e-3 2e-3 --steps 100 --seeds 2")
-    assert len(ran) == 8
+    words = f"--scripts {TEN} {MUON} --max-lr 1e-3 2e-3 3e-3 --steps 100 --seeds 2 --jobs 2"
+    data, ran, printed = measure(losses, words)
+    assert len(ran) == len(data["runs"]) == 12 and "diverged" in printed  # at 3e-3
     rows = quality.compare(data)
-    assert [row["other"] is rows[1] for row in rows] == [True] * 4 and rows[1]["steps"].size == 0
-    assert rows[3]["differences"] == pytest.approx([-0.4, -0.6]) and quality.best(rows) is rows[3]
+    assert [row["other"] is rows[1] for row in rows] == [True] * 6 and rows[1]["steps"].size == 0
+    assert rows[4]["differences"] == pytest.approx([-0.4, -0.6]) and quality.best(rows) is rows[4]
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -30,7 +30,7 @@ FSDP = "branches/fsdp_run.py"
 RUNS = {"ddp": ["ddp_run.py"], "ddp then fsdp": [LONG, FSDP], "fsdp then ddp": [FSDP, LONG], "train": [TRAIN, TRAIN]}
 
 
-def work(number, ranks, port, folder):
+def work(number, ranks, folder):
     """Run everything in RUNS for three steps as one of several ranks, in float32 and uncompiled.
 
     The last process trains alone, with the batches of all ranks and micro-steps in one. Each process saves the
@@ -38,9 +38,8 @@ def work(number, ranks, port, folder):
     """
     alone, begin, found, meetings = number == ranks, dist.init_process_group, {}, itertools.count()
     if not alone:
-        place = {"RANK": number, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in place.items()}
-        store = next(dist.rendezvous("env://"))[0]
+        os.environ |= {"RANK": str(number), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+        store = dist.FileStore(f"{folder}/store", ranks)
 
     def meet(backend):  # with the store prefix of an earlier run, ranks could find that run's addresses
         begin(backend, store=dist.PrefixStore(f"run {next(meetings)}", store), rank=number, world_size=ranks)
@@ -72,8 +71,7 @@ def work(number, ranks, port, folder):
                 more = ["--warmup-steps", 10] if script == TRAIN else []
                 if len(scripts) == 2:
                     more += ["--checkpoint-dir", own, "--log-file", own / "log.jsonl", "--resume"]
-                else:
-                    more += ["--save", folder / f"{number}.save"]
+                more += ["--save", folder / f"{number} {name}.save"]
                 with contextlib.suppress(SystemExit):
                     printed = play(script, *words, *more, autocast=False)
                 if dist.is_initialized():
@@ -86,16 +84,16 @@ def test_three_ranks_train_stop_and_resume_like_one_process_on_the_whole_batch(t
     # 945 tokens, of which train.py holds out a tenth: all start over before the third step of 384 tokens.
     (tmp_path / "text.txt").write_bytes((ROOT / "input.txt").read_bytes()[:3390])
     torch.multiprocessing.set_forkserver_preload(["pytest", "torch.distributed.fsdp", "torch._dynamo", "tiktoken"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        words = 3, free.getsockname()[1], tmp_path
     try:
-        torch.multiprocessing.start_processes(work, words, 4, daemon=True, start_method="forkserver")
+        torch.multiprocessing.start_processes(work, (3, tmp_path), 4, daemon=True, start_method="forkserver")
     except torch.multiprocessing.ProcessException as error:
         pytest.fail(str(error))
     *ranks, one = (torch.load(tmp_path / f"{number}.pt") for number in range(4))
-    saved = {path.stem: torch.load(path, weights_only=True).keys() for path in tmp_path.glob("*.save")}
-    assert saved.keys() == {"0", "3"} and saved["0"] == saved["3"]  # rank 0 writes, without DDP's prefix
+    saved = {path.stem: torch.load(path, weights_only=True) for path in tmp_path.glob("*.save")}
+    assert saved.keys() == {f"{number} {name}" for number in (0, 3) for name in RUNS}  # only rank 0 writes
+    for name in RUNS:  # whole tensors, without DDP's prefix
+        shapes = ({key: p.shape for key, p in saved[f"{number} {name}"].items()} for number in (0, 3))
+        assert next(shapes) == next(shapes)
     for name, (expected, printed) in one.items():
         rows = [list(STEP.finditer(text)) for text in (printed, ranks[0][name][1])]
         if len(RUNS[name]) == 2:
@@ -124,24 +122,23 @@ def test_slurm_starts_a_torchrun_per_machine_and_queues_again_what_it_must_stop(
     seconds = re.fullmatch(r"B:TERM@(\d+)", options["signal"])  # to the batch script
     assert seconds and int(seconds[1]) >= 60  # there is time for a step and a save
     assert options["ntasks-per-node"] == "1"  # torchruns
-    run = "trap 'sleep 0.5; echo saved $TORCH_DISABLE_SHARE_RDZV_TCP_STORE >> calls; exit 1' TERM\n"
-    run += "[ -e quick ] && exit 3; while true; do sleep 0.1; done"
-    for stub, body in (
-        ("scontrol", "[ $1 = show ] && echo node1 && echo node2"),
-        ("srun", 'exec "$@"'),
-        ("torchrun", run),
-    ):
-        (tmp_path / stub).write_text(f'#!/bin/bash\necho {stub} "$@" >> calls\n{body}\n')
+    trap = "trap 'sleep 0.5; echo saved $TORCH_DISABLE_SHARE_RDZV_TCP_STORE >> calls; exit 1' TERM"
+    run = "[ -e quick ] && exit 3; while true; do sleep 0.1; done"
+    show = "[ $1 = show ] && echo node1 && echo node2"
+    for stub, first, body in ("scontrol", "", show), ("srun", "", 'exec "$@"'), ("torchrun", trap, run):
+        (tmp_path / stub).write_text(f'#!/bin/bash\n{first}\necho {stub} "$@" >> calls\n{body}\n')
         (tmp_path / stub).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
     environment |= {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": options["nodes"], "SLURM_JOB_ID": "7"}
     calls = tmp_path / "calls"
     with subprocess.Popen(["bash", ROOT / "pretrain" / "slurm.sbatch"], env=environment) as job:
-        while "torchrun" not in (calls.read_text() if calls.exists() else ""):
+        caught = 0  # a bit for each signal that the script catches
+        while "torchrun" not in (calls.read_text() if calls.exists() else "") or not caught >> signal.SIGTERM - 1 & 1:
+            assert job.poll() is None
+            caught = int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{job.pid}/status").read_text())[1], 16)
             time.sleep(0.05)
-        time.sleep(0.5)
         job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=30) == 0
+        assert job.wait() == 0
     show, srun, torchrun, *end = calls.read_text().splitlines()
     assert (show, end) == ("scontrol show hostnames node[1-2]", ["saved 1", "scontrol requeue 7"])
     gpus = int(options["gpus-per-node"])
@@ -176,7 +173,7 @@ def test_a_run_that_was_killed_three_times_ends_like_one_that_was_not(small, tmp
 
     def start(folder):
         words = ["torch.distributed.run", "--standalone", "--local-addr=localhost", "--nproc_per_node=2", small / LONG]
-        words += [*SIZES, "--device", "cpu", "--steps", 20, "--checkpoint-dir", folder, "--save-every", 3, "--resume"]
+        words += [*SIZES, "--device", "cpu", "--steps", 40, "--checkpoint-dir", folder, "--save-every", 3, "--resume"]
         words = [str(word) for word in (*words, "--log-file", folder / "log.jsonl")]
         return subprocess.Popen([sys.executable, "-m", *words], env=os.environ | PLAIN, stdout=subprocess.DEVNULL)
 
@@ -191,13 +188,14 @@ def test_a_run_that_was_killed_three_times_ends_like_one_that_was_not(small, tmp
         while len(rows(killed)) < count:
             assert process.poll() is None, "the run ended before the kill"
             time.sleep(0.01)
+        assert len(rows(killed)) < 40
         victims = [process, *psutil.Process(process.pid).children(recursive=True)]
         for call in "kill", "wait":
             for victim in victims:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     getattr(victim, call)()
     assert [start(folder).wait() for folder in (killed, calm)] == [0, 0]
-    assert rows(killed) == rows(calm) and len(rows(calm)) == 20
-    one, other = (torch.load(folder / "step_00000020.pt", weights_only=True) for folder in (killed, calm))
+    assert rows(killed) == rows(calm) and len(rows(calm)) == 40
+    one, other = (torch.load(folder / "step_00000040.pt", weights_only=True) for folder in (killed, calm))
     assert one["position"] == other["position"]
     assert all(torch.equal(p, other["model"][name]) for name, p in one["model"].items())

@@ -56,7 +56,7 @@ def test_a_script_runs_in_a_process_of_its_own_with_the_losses_of_an_eager_run(r
     done = run(script, "--steps", STEPS, *sizes(script), folder=ROOT if "/" in script else tmp_path)
     assert (done.returncode, done.stderr, done.left_behind) == (0, "", []), done.stderr
     eager = play(script, "--steps", STEPS, *sizes(script), full=True)
-    assert done.losses == pytest.approx(losses(eager), abs=1e-2 if BF16_CPU else 1e-4)
+    assert done.losses == pytest.approx(losses(eager), abs=1e-2 if BF16_CPU or script in FP16S else 1e-4)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -64,7 +64,6 @@ def test_a_script_learns_and_prints_the_lines_of_the_contract(script):
     printed = play(script, "--steps", STEPS, *sizes(script), full=True)
     B, T = (2, 64) if script in FP16S else (4, 128)  # 4 and 128 are nano's defaults
     accumulates = script in since("ddp_run.py")
-    tokens = 1024 if accumulates else B * T
     expected = ["nano .* is the default model on a CPU; --model gpt2 .*"]
     expected += [rf"device cpu \(.+\) \| torch \S+ \| nano {PARAMETERS[script]:,} parameters \| B {B} T {T}"]
     expected += ["loaded 338025 tokens", f"1 epoch = {338024 // (B * T)} batches"]
@@ -81,9 +80,6 @@ def test_a_script_learns_and_prints_the_lines_of_the_contract(script):
         assert step["scale"] == ("65536" if script in FP16S else None) and not step["skipped"]
     assert (summary["first"], summary["last"]) == ("2", "3")  # below 20 steps, the median skips the first half
     assert float(summary["ms"]) == pytest.approx(statistics.mean(float(step["ms"]) for step in steps[2:]), abs=0.02)
-    for line in (*steps, summary):
-        rate = 1000 * tokens / float(line["ms"])
-        assert float(line["rate"].replace(",", "")) == pytest.approx(rate, rel=1e-3, abs=1)
     assert losses(printed)[0] == pytest.approx(math.log(50257), abs=0.25)  # a uniform guess
     assert losses(printed)[-1] < losses(printed)[0] - 0.1
 
@@ -118,7 +114,7 @@ CASES = [pytest.param(s, *case, id=f"{s}-{case[0][0]}={case[0][1]}") for scripts
 def test_bad_input(script, arguments, error, tmp_path, monkeypatch, refused):
     (tmp_path / "latin1.txt").write_bytes("fianc\xe9e ".encode("latin-1") * 4000)
     monkeypatch.chdir(tmp_path)
-    refused(script, "--steps", 1, *arguments, says=error)
+    refused(script, "--device", "cpu", "--steps", 1, *arguments, says=error)
     assert [path.name for path in tmp_path.iterdir()] == ["latin1.txt"]
 
 
