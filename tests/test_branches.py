@@ -1,6 +1,5 @@
-"""The side rungs and the comparison of attention implementations compute what they claim.
+"""The side rungs compute what they claim. The fp16 scripts skip a step if a gradient overflows.
 
-The fp16 scripts skip a step if a gradient overflows, and all attention implementations agree up to rounding.
 test_numerics.py compares the updates of Muon, and the precision of fp16, with references.
 """
 
@@ -13,7 +12,7 @@ from conftest import CHUNKED, FP8, FP16S, SCRIPTS, STEP, load, nano, play
 
 
 @pytest.mark.parametrize("script", FP16S)
-def test_a_step_whose_gradient_overflows_is_skipped_and_said(script, monkeypatch):
+def test_a_step_with_an_overflowing_gradient_is_skipped_and_marked(script, monkeypatch):
     """The other steps change the weights. In a public notebook without scaler.step(), the loss stays at 10.93.
 
     In this test, the scale doubles after two steps without an overflow. By default, GradScaler waits 2,000 steps.

@@ -102,7 +102,7 @@ def no_start(refused, script, monkeypatch):
 
 
 @pytest.mark.parametrize("script", SAVING)
-def test_a_checkpoint_holds_all_that_the_training_is(whole, saved, tmp_path, script):
+def test_a_checkpoint_contains_step_position_settings_weights_and_optimizer_state(whole, saved, tmp_path, script):
     steps, found, _ = whole(script)
     assert found == ["step_00000006.pt", "step_00000012.pt", "step_00000014.pt"]
     checkpoint = torch.load(saved / "step_00000006.pt", weights_only=True)
@@ -191,7 +191,7 @@ def test_a_run_killed_before_its_first_save_restarts_its_log(undisturbed, tmp_pa
     assert [record["step"] for record in records(log)] == list(range(14))
 
 
-def test_a_power_cut_leaves_every_named_checkpoint_whole_and_the_log_that_it_counts_on(tmp_path, monkeypatch):
+def test_after_a_power_cut_every_checkpoint_is_complete_and_the_log_reaches_it(tmp_path, monkeypatch):
     """What a power cut leaves is what fsync() has seen."""
     log, disk, seen = tmp_path / "log.jsonl", {}, []
     fsync, replace = os.fsync, os.replace
@@ -263,7 +263,7 @@ def test_a_checkpoint_that_cannot_be_read_runs_no_code_and_is_skipped(saved, und
     assert names(saved) == before
 
 
-def test_another_task_is_refused_by_name(saved, tmp_path, no_start):
+def test_resuming_with_other_settings_fails_and_names_the_setting(saved, tmp_path, no_start):
     (tmp_path / "other.txt").write_text("To be, or not to be, that is the question. " * 100)
     before = {path: path.read_bytes() for path in saved.glob("*.pt")}
     for change, says in (
@@ -284,7 +284,7 @@ def test_another_task_is_refused_by_name(saved, tmp_path, no_start):
         train(2, "--checkpoint-dir", "new", "--resume", model=("--init-from", "gpt2"))
 
 
-def test_what_another_run_left_is_not_touched(saved, tmp_path, no_start):
+def test_a_run_does_not_change_the_files_of_another_run(saved, tmp_path, no_start):
     log, notes, other = tmp_path / "log.jsonl", tmp_path / "notes.txt", tmp_path / "other"
     notes.write_text("To be, or not to be")
     (tmp_path / "short.jsonl").write_text(log.read_text()[:500])  # the steps before the checkpoint are missing

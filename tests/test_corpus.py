@@ -260,7 +260,7 @@ def test_each_token_is_read_once_per_epoch_whatever_the_ranks(corpus, world_size
     assert seen == train.DataLoaderLite(corpus, 2, 7).read(0, len(seen)).tolist()
 
 
-def test_of_a_text_the_last_tenth_is_held_out():
+def test_the_last_tenth_of_a_text_is_held_out():
     loader = train.DataLoaderLite(ROOT / "input.txt", 2, 64)
     text = encode((ROOT / "input.txt").read_text(encoding="utf-8"))
     assert loader.read(0, loader.size).tolist() + loader.validation.tolist() == text

@@ -1,4 +1,4 @@
-"""The counted FLOPs and bytes of a step match formulas and hand calculations; the committed counts match the scripts.
+"""The counted FLOPs and bytes of a step match formulas and hand calculations, and the committed counts the scripts.
 
 The lower bound for a step is the sum, over its kernels, of compute time or memory time, whichever is longer.
 """
@@ -63,7 +63,7 @@ SLOW, FAST = counts.Kernel("mm", "matmul", "float32", 4 * 10**9, 10**9), counts.
 HALF = counts.Kernel("mm", "matmul", "bf16", 8 * 10**9, 5 * 10**9)
 
 
-def test_the_floor_is_for_each_kernel_the_longer_of_the_two(tmp_path):
+def test_the_lower_bound_sums_the_longer_of_compute_and_memory_time_per_kernel(tmp_path):
     roof = {"copy_gb_per_s": 1000, "matmul": [{"precision": "fp16", "tflops": 8}, {"precision": "fp8", "tflops": None}]}
     roof["matmul"] += [{"precision": "float32", "tflops": tflops} for tflops in (1.2, 2.0, 1.5)]
     (tmp_path / "roof.json").write_text(json.dumps(roof))

@@ -1,4 +1,4 @@
-"""Peaks, clock, load, the profile and attention's table are those of the selected device, in the stated units."""
+"""Peak, clock, load, profile and attention table are measured on the selected device, in the stated units."""
 
 import itertools
 import json

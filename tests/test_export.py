@@ -129,7 +129,7 @@ def test_a_sample_is_drawn_with_the_options_that_are_given(prompt, words, option
     assert len(set(texts)) == options.get("samples", 1)
 
 
-def test_a_sample_of_a_run_is_what_its_seed_says():
+def test_generate_draws_from_the_top_50_tokens_with_its_seed():
     model, prompt = padded(), encode("To be, or not")
     for seed in (1, 2):
         with torch.no_grad():
@@ -138,7 +138,7 @@ def test_a_sample_of_a_run_is_what_its_seed_says():
         assert sampled.tolist() == wanted[0] and len(set(wanted[0][-32:])) > 5
 
 
-def test_what_is_wrong_with_a_sample_is_one_line(refused, monkeypatch, tmp_path):
+def test_sample_py_reports_a_user_error_in_one_line(refused, monkeypatch, tmp_path):
     torch.save(nano(LONG).state_dict(), tmp_path / "x.pt")
     for option, value in ("--tokens", 1024), ("--temperature", -1), ("--device", "abacus"):
         refused("pretrain/sample.py", tmp_path / "x.pt", option, value, says=f".*{option}")

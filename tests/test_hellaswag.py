@@ -35,7 +35,7 @@ def scores(path, model):
     return hellaswag.count_right(model, hellaswag.read_examples(path), 256, torch.device("cpu"))
 
 
-def test_the_answers_of_examples_made_for_it_are_known(tmp_path):
+def test_hand_made_examples_get_the_expected_scores(tmp_path):
     """Hand-made examples get the right scores, also without a context or with one that is longer than the model."""
     for line, by_sum, by_mean in (  # (example, whether the sum picks the right ending, whether the mean picks it)
         (question(["cat", "dog dog dog", "sun", "sun"], "0", "A longer context, which costs a lot"), 1, 1),
@@ -89,7 +89,7 @@ def test_an_example_with_an_impossible_label_is_refused(tmp_path):
         hellaswag.read_examples(tmp_path / "x.jsonl")
 
 
-def test_each_option_of_the_program_has_its_effect_and_each_accuracy_its_name(monkeypatch, capsys, tmp_path):
+def test_options_take_effect_and_acc_and_acc_norm_are_not_swapped(monkeypatch, capsys, tmp_path):
     """On a GPU, the model that is asked for is evaluated in bf16, by default on the public questions."""
     asked, path = [], write_questions(tmp_path / "x.jsonl", count=3)
 

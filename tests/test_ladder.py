@@ -1,7 +1,7 @@
 """Each script differs from the previous script by one idea only.
 
 `ladder.toml` lists the definitions that may differ. All other lines are identical byte for byte, no diff exceeds its
-line limit, and every script runs without the others. The numbers in the docstrings are right.
+line limit, and no script imports another. The numbers in the docstrings are right.
 """
 
 import ast
@@ -46,7 +46,7 @@ def test_a_rung_differs_from_the_one_before_in_its_idea_alone(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_is_short_and_runs_alone(script):
+def test_a_script_is_short_and_imports_no_other(script):
     text = source(script)
     assert len(text.splitlines()) <= {"baseline.py": 250, "ddp_run.py": 335}.get(script, 460 if "/" in script else 285)
     used = {"torch", "tiktoken", "numpy", *sys.stdlib_module_names} | ({"unattended"} if "_run" in script else set())

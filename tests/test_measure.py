@@ -1,4 +1,4 @@
-"""`make ladder` runs what it was asked to, logs what happened, and goes on where it was interrupted."""
+"""`make ladder` runs what it was asked to, logs what happened, and resumes after an interruption."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, RUNGS, SCRIPTS, commit_all, play
 
-from measure import device, kernels, plots, records, run
+from measure import device, plots, records, run
 
 FOUR, FIVE, TEN = SCRIPTS[4], SCRIPTS[5], SCRIPTS[10]
 HOST = {"id": "0123abcd", "device": "cpu", "name": "Made Up(R) 9000", "capability": "AVX2", "torch": "2", "cuda": None}
@@ -207,7 +207,7 @@ def alike(lines):
 
 
 @pytest.mark.parametrize("cut", [2, 9])
-def test_a_measurement_goes_on_where_it_was_killed_and_repeats_nothing(made_up, tmp_path, cut):
+def test_a_killed_measurement_resumes_and_repeats_no_run(made_up, tmp_path, cut):
     whole, ran = made_up.call(*EVERYTHING, out=tmp_path / "whole"), made_up.state.ran
     killed = made_up.call(*EVERYTHING, cut=cut)
     assert len(killed) == cut and made_up.state.ran == ran[:cut]
@@ -289,10 +289,3 @@ def test_make_ladder_measures_a_real_script(tmp_path):
     for row in data.rows.values():
         assert row["error"] is None and [len(one["step_ms"]) for one in row["runs"]] == [2], row["script"]
         assert 0 < row["peak_share"] < 1 and list(row["profile"]["groups_ms"]) == list(plots.GROUPS), row["script"]
-
-
-def test_a_script_that_is_profiled_or_counted_finds_the_files_beside_it(tmp_path, capsys):
-    (tmp_path / "script.py").write_text("import beside_the_script")
-    (tmp_path / "beside_the_script.py").write_text("print('found')")
-    kernels.run_script(tmp_path / "script.py")
-    assert capsys.readouterr().out == "found\n" and str(tmp_path) not in sys.path

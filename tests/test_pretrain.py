@@ -120,7 +120,7 @@ def test_each_number_that_a_run_prints_and_logs_is_that_of_its_weights(undisturb
     assert all(run["position"] == 256 * run["step"] for run in saved.values() if run["step"])
 
 
-def test_an_interrupted_run_is_the_undisturbed_one(undisturbed, arguments, tmp_path, monkeypatch, refused):
+def test_an_interrupted_run_gives_the_same_results(undisturbed, arguments, tmp_path, monkeypatch, refused):
     real, words = train.evaluate, (*arguments, *paths(tmp_path))
     turns = iter([real])  # the second evaluation is interrupted
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
@@ -145,7 +145,7 @@ def test_an_interrupted_run_is_the_undisturbed_one(undisturbed, arguments, tmp_p
     refused(TRAIN, *words, says="checkpoints of another run: --warmup-steps 2, not 20$")
 
 
-def test_three_ranks_find_what_one_finds(monkeypatch, shards, questions):
+def test_three_ranks_evaluate_to_the_same_scores_as_one(monkeypatch, shards, questions):
     """Three ranks share 34 sequences, 10 questions and 4 samples. Together they find what one rank finds."""
     model, parts = uneven(), []
 

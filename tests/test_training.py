@@ -163,7 +163,7 @@ def test_a_step_is_timed_as_a_whole_and_the_device_is_waited_for_at_its_end_alon
         assert "wait" not in before and before.count("copy") == 2 * seen.micro
 
 
-def test_what_is_printed_and_logged_is_what_was_computed(seen):
+def test_printed_and_logged_fields_are_what_was_computed(seen):
     script, printed, tokens = seen.script, seen.printed[0], encode(TEXT)
     count, each, gpu = sum(p.numel() for p in seen.steps[0].before.values()), 48 * seen.micro, seen.device != "cpu"
     held_out = math.ceil(len(tokens) / 10) if script == TRAIN else 0
@@ -308,7 +308,7 @@ def test_a_rank_has_its_own_gpu_stops_with_the_others_and_writes_if_it_is_rank_0
 
 
 @pytest.mark.parametrize("script", [script for script in versions("parse_args") if script in ACCUMULATE])
-def test_the_ranks_are_what_the_environment_says_and_the_defaults_the_contract(script, monkeypatch, refused):
+def test_rank_and_device_come_from_the_environment(script, monkeypatch, refused):
     """The variables count whoever set them: torchrun, or a line in a script for srun or mpirun."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     four = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
