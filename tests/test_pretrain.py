@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -186,7 +185,7 @@ def test_an_evaluation_on_a_gpu_has_the_precision_of_training_and_no_gradient(ar
 
 def test_the_best_is_kept_and_the_remaining_time_includes_the_evaluations(monkeypatch, tmp_path):
     """The shortest evaluation counts: the first one also compiles. The best loss so far is kept when a run resumes."""
-    shown, limits = [], []
+    shown, limits, words = [], [], ("--batch-size", 1, "--seq-len", 8, "--data", ROOT / "README.md")
 
     def evaluate(*args):
         limits.append(args[-1])
@@ -195,8 +194,9 @@ def test_the_best_is_kept_and_the_remaining_time_includes_the_evaluations(monkey
 
     def minutes_left(steps, every, *evaluations):
         shown[:] = evaluations
-        words = "--batch-size", 1, "--seq-len", 8, "--total-batch-size", 8, "--data", ROOT / "README.md"
-        printed = play(TRAIN, *words, "--steps", steps, "--eval-every", every, *paths(tmp_path))
+        printed = play(
+            TRAIN, *words, "--total-batch-size", 8, "--steps", steps, "--eval-every", every, *paths(tmp_path)
+        )
         assert printed.count('\n    "漢字"\n') == len(evaluations) and not shown and "HellaSwag" not in printed
         left = re.findall(r"(?m)^step +(\d+) \| loss .* (\d+)\.\d min left$", printed)
         return {int(step): int(minutes) for step, minutes in left}
@@ -205,7 +205,7 @@ def test_the_best_is_kept_and_the_remaining_time_includes_the_evaluations(monkey
         return torch.load(tmp_path / "ck" / "best.pt", weights_only=True)["step"]
 
     written, replace = [], os.replace
-    monkeypatch.setattr(os, "replace", lambda old, new: written.append(Path(new).name) or replace(old, new))
+    monkeypatch.setattr(os, "replace", lambda old, new: written.append(os.path.basename(new)) or replace(old, new))
     monkeypatch.setattr(train, "evaluate", evaluate)
     left = minutes_left(8, 3, (1.0, 100), (8.0, 10), (7.0, 20), (7.5, 20))  # the loss of step 0 does not count
     assert left == {1: 300, 2: 300, 3: 20, 4: 20, 5: 20, 6: 10, 7: 10} and best() == 6
@@ -213,7 +213,9 @@ def test_the_best_is_kept_and_the_remaining_time_includes_the_evaluations(monkey
     minutes_left(11, 99, (7.1, 20), (6.9, 20))
     assert best() == 11
     assert (tmp_path / "log.jsonl").read_text(encoding="utf-8").count('"samples": ["漢字"]') == 7  # readable there too
-    assert set(limits) == {2**17}  # held-out tokens
+    with pytest.raises(IndexError):  # the next evaluation is not in the list
+        play(TRAIN, *words, "--total-batch-size", 8000)
+    assert set(limits[:-1]) == {2**17} and limits[-1] == 20 * 8000  # held-out tokens
     assert written.count("best.pt") >= 3  # complete before it has its name
     for path in (tmp_path / "ck").glob("step_*.pt"):
         path.unlink()
