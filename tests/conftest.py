@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests do not use the Hugging Face hub
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # quiet, as in the scripts
-os.environ |= {"MAKEFLAGS": "", "ARGS": ""}  # otherwise, a `make` in a test would inherit them
+os.environ |= {"MAKEFLAGS": "--no-print-directory", "ARGS": ""}  # instead of those of the `make` that runs the tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread each: `make test` runs several processes
 os.environ |= {"PYTHONDONTWRITEBYTECODE": "1"}  # a file that is changed twice in a second could match older bytecode
 if "PYTEST_XDIST_WORKER" in os.environ:

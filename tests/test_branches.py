@@ -33,7 +33,6 @@ def test_a_step_with_an_overflowing_gradient_is_skipped_and_marked(script, monke
     assert [math.isfinite(float(line["norm"])) for line in lines] == [True, False, True, True, True, True]
     moved = [any(map(lambda a, b: not torch.equal(a, b), *pair)) for pair in zip(weights, weights[1:], strict=False)]
     assert moved == [True, False, True, True, True]
-    assert all(p.isfinite().all() for p in weights[-1])
 
 
 def test_the_gradients_of_the_float8_head_are_off_by_its_rounding():
