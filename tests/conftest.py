@@ -426,12 +426,12 @@ def commit_all(folder):
 def press_ctrl_c_at(pattern, command, folder, **environment):
     """Run a command in a terminal and press Ctrl-C at the first line that matches the pattern.
 
-    Return (the output, the exit status). The status is None if Ctrl-C was pressed.
+    Return (the output, the exit status, or None after Ctrl-C). By default, background jobs ignore Ctrl-C.
     """
     import pexpect
 
     words = {"cwd": folder, "env": os.environ | environment, "encoding": "utf-8", "timeout": None}
-    terminal, output = pexpect.spawn(command[0], command[1:], **words), io.StringIO()
+    terminal, output = pexpect.spawn(command[0], command[1:], **words, preexec_fn=restore_signals), io.StringIO()
     terminal.logfile_read = output
     pressed = terminal.expect([re.compile(pattern, re.MULTILINE), pexpect.EOF]) == 0
     if pressed:
