@@ -154,7 +154,7 @@ ROOT = next((p for p in Path(__file__).resolve().parents if (p / "tokenizer").is
 
 
 class Muon(torch.optim.AdamW):
-    """Muon (Jordan et al. 2024) for the parameter groups with a momentum; AdamW for the other groups."""
+    """Muon (Jordan et al. 2024) for groups with a momentum, AdamW for others. PyTorch's own: torch.optim.Muon."""
 
     @torch.no_grad()
     def step(self):

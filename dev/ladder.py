@@ -86,8 +86,8 @@ def find(number):
 
 
 def short(script):
-    """Return 02 for speedup_02_tf32.py, ddp for ddp_run.py, and fp16-10 for branches/fp16_rung_10.py."""
-    return Path(script).stem.removeprefix("speedup_").replace("_rung_", "-").split("_")[0]
+    """Return 02 for speedup_02_tf32.py, ddp for ddp_run.py, and bf16 for branches/bf16_stream.py."""
+    return Path(script).stem.removeprefix("speedup_").split("_")[0]
 
 
 @cache

@@ -193,8 +193,6 @@ def run_fake(script, flags, mode, patches, cuda=True, environment=None):
     PyTorch's rules for CUDA, or its rules for the CPU if `cuda` is False. Raises SystemExit if the script rejects an
     option.
     """
-    import torch._inductor.config as inductor
-
     softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
     capabilities = {**torch.cpu.get_capabilities(), "avx512_bf16": True}  # on a CPU, the rungs need this for bf16
 
@@ -228,9 +226,6 @@ def run_fake(script, flags, mode, patches, cuda=True, environment=None):
             patched(patches),
             torch._dynamo.config.patch(disable=False),
             torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
-            inductor.patch(
-                score_fusion_memory_threshold=inductor.score_fusion_memory_threshold
-            ),  # chunked_loss sets it
             fake,
             mode,
         ):
@@ -246,13 +241,18 @@ class Scheduled(BaseException):
     """Stops Inductor and carries the scheduled kernels. Inductor would wrap an Exception but not a BaseException."""
 
 
-def moved(node):
-    """Return the number of bytes that an Inductor scheduler node reads and writes.
+def moved(node, graph):
+    """Return the number of bytes that a node of Inductor's scheduler for a graph reads and writes.
 
     Inductor's count for a fused node includes all rows of a lookup table. Its counts for the operations in that node
-    include only the rows that are read. This function therefore uses the smaller count for each buffer.
+    include only the rows that are read. This function therefore uses the smaller count for each buffer. For fused and
+    external kernels, Inductor counts at most 10^9 elements of a buffer. From B 20 on, at T 1024, the logits have more.
     """
     sizes, parts = node.get_read_write_buffer_accesses(True, True), node.get_nodes()
+    for name, size in sizes.items():
+        elements = int(graph.get_numel(name))
+        if elements > 10**9 and size >= 10**9 * graph.get_dtype(name).itemsize:
+            sizes[name] = elements * graph.get_dtype(name).itemsize
     if len(parts) == 1:
         return sum(sizes.values())
     each = [part.get_read_write_buffer_accesses(True, True) for part in parts]
@@ -267,7 +267,7 @@ def schedule(float32, graph):
     graph._update_scheduler()
     kernels = []
     for node in graph.scheduler.nodes:
-        size, parts = moved(node), node.get_nodes()
+        size, parts = moved(node, graph), node.get_nodes()
         name, flops, precision = f"triton_{get_fused_kernel_name(parts, 'original_aten')}_0", 0, ""
         if not size or ("attention_for_cpu" in name and not node.is_extern()):
             continue  # no kernel on a GPU: a view, an extra output, or a layout change for the CPU's attention
@@ -466,21 +466,24 @@ def main():
     parser.add_argument(
         "--card", help="also print the floor on this GPU of measure/cards.toml, or of measure.roof's output"
     )
-    parser.add_argument("--peer", action="store_true", help="count only rung 10 and the compiled loop of peers.py")
+    parser.add_argument("--only", nargs="+", metavar="NN", help="only these scripts, such as 10 fused peers")
     parser.add_argument("--out", type=Path, help="also write the counts to this file as JSON")
     args = parser.parse_args()
+    ladder = [rung for rung in read_ladder() if rung.part == "rung" and rung.kind != "scale" or rung.kind == "speed"]
+    ladder = {rung.number: rung for rung in [*ladder, PEER]}
+    only = args.only or [number for number, rung in ladder.items() if rung.part == "rung"]
+    if unknown := set(only) - ladder.keys():
+        parser.error(f"--only {min(unknown)}: expected one of {', '.join(ladder)}")
     try:
         card = Card.read(args.card) if args.card is not None else None
         if args.out and (args.out.is_dir() or not os.access(args.out.parent, os.W_OK)):
             raise ValueError(f"--out {args.out}: cannot write a file there")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
-    rungs = [rung for rung in read_ladder() if rung.part == "rung" and rung.kind != "scale"]
-    rungs = [rungs[-1], PEER] if args.peer else rungs
     version, counts = torch.__version__.partition("+")[0], []
     for batch_size in args.batch_size:
         about, steps = {"model": args.model, "batch_size": batch_size, "seq_len": args.seq_len}, {}
-        for rung in rungs:
+        for rung in [rung for number, rung in ladder.items() if number in only]:
             print(f"counting {rung.file}, B {batch_size}", file=sys.stderr)
             steps[rung.file] = Counter(step(rung, **about))
         rows = {script: [[*kernel, count] for kernel, count in found.items()] for script, found in steps.items()}

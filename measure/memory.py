@@ -4,7 +4,7 @@ This program runs two steps of each unmodified script on fake tensors, which hav
 adds up the sizes of all tensors that exist at the same time, and prints the largest sum of the second step and what it
 consists of. No formula describes the model: the sizes come from the tensors that PyTorch creates and frees. This needs
 no GPU and little memory. A compiled GPT-2 takes about half a minute, and a compiled GPT-2 XL about two minutes. The
-program covers the rungs, and the side rungs that save memory or use several GPUs.
+program covers the rungs, and the side rungs except Muon.
 
 What is predicted:
 * Eager scripts follow PyTorch's rules for CUDA, or for the CPU with --device cpu.
@@ -343,7 +343,7 @@ def main():
     parser.add_argument(
         "--checkpointing", action="store_true", help="also predict each script with checkpointed blocks"
     )
-    parser.add_argument("--only", nargs="+", metavar="NN", help="only these scripts, such as 10 chunked fsdp")
+    parser.add_argument("--only", nargs="+", metavar="NN", help="only these scripts, such as 10 fused fsdp")
     parser.add_argument("--gib", type=float, help="also print the largest batch size that fits in this memory")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules to follow, default cuda")
     parser.add_argument(
@@ -351,7 +351,7 @@ def main():
     )
     parser.add_argument("--out", type=Path, help="also write the results to this file as JSON")
     args = parser.parse_args()
-    ladder = [rung for rung in read_ladder() if rung.part == "rung" or rung.kind in ("memory", "scale")]
+    ladder = [rung for rung in read_ladder() if rung.part != "pretrain" and rung.number != "muon"]
     only = args.only or [rung.number for rung in ladder]
     if unknown := set(only) - {rung.number for rung in ladder}:
         parser.error(f"--only {min(unknown)}: expected one of {', '.join(rung.number for rung in ladder)}")

@@ -85,7 +85,7 @@ def ask(module, *words):
 def scripts(peers=False, branches=False, only=()):
     """Return the scripts to measure as a list of (name, kind, precision), with the peers right after rung 10.
 
-    `only` contains short names (01 ... 10, ddp, fsdp, fp16). If it is not empty, these scripts and the scripts that
+    `only` contains short names (01 ... 10, ddp, fsdp, bf16). If it is not empty, these scripts and the scripts that
     they are compared with replace the full list of rungs. Raises ValueError for an unknown name.
     """
     ladder = {rung.number: rung for rung in read_ladder() if rung.part in ("rung", "branch")}

@@ -26,10 +26,11 @@ from measure.records import TEN, batch_cells, cells, conditions, number, speed_u
 
 IMAGES = Path("docs", "pages", "img")
 COUNTED = "gpt2", 4, 1024  # model, B and T of the counts to show, from results/counts.json
-LEARNED = "quality", "quality-optimizer", "muon"  # measurements that quality.py made
+LEARNED = "quality", "quality-optimizer", "muon", "quality-beyond"  # made by quality.py; all but the last are plotted
 PROFILED = "cpu-amd-epyc-2026-11-28"  # the measurement that docs/pages/results.md explains
 PRETRAINED = "pretrain-nano-cpu-amd-epyc-2026-11-22"  # a run of pretrain/train.py
 PEER = "transformers, compiled"
+BEYOND = ROOT / "results" / "counts-beyond.json"  # counts of rung 10 and of the side rungs for speed that build on it
 FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"  # the cards that the README lists
 
 # ---- what the pages show
@@ -234,6 +235,30 @@ def beside(measured, logs, found):
     return "\n\n".join(said)
 
 
+def beyond(data):
+    """Return the counts, floors, predictions and step times of the side rungs beyond rung 10 as a table.
+
+    The floors are for the measured peaks of `data`. Each cell has a value for each batch size, or is empty.
+    """
+    card, found, lines = counts.Card(data.peaks, data.roof["copy_gb_per_s"]), counts.read_counts(BEYOND), []
+    sizes = [size for size in found if size != COUNTED]
+    for script in found[COUNTED]:
+        made = {}  # (model, B, T) -> the prediction for it
+        for one in read_toml("results/predictions.toml")["prediction"]:
+            if script in one["ms"] and one["device"] == data.host["name"]:
+                made[one["model"], one["batch_size"], one["seq_len"]] = one
+        steps, made = [found[size][script] for size in sizes], [made.get(size) for size in sizes]
+        row = {
+            "GB moved": [f"{counts.totals(step)[1] / 1e9:.1f}" for step in steps],
+            "floor, ms": [f"{card.floor_ms(step)[0]:.1f}" for step in steps],
+            "predicted, ms": [interval(one["ms"][script]) if one else "" for one in made],
+            "measured, ms": [number(latest(script, one), ".1f") if one else "" for one in made],
+        }
+        cells = {what: " / ".join(value or "–" for value in values) * any(values) for what, values in row.items()}
+        lines.append({"script": title(script)} | cells)
+    return f"{data.label}, B {' / '.join(str(size[1]) for size in sizes)}, T 1024:\n\n{table(lines)}"
+
+
 def profiles():
     """Return the profiles of rung 10 and compiled transformers in PROFILED as Markdown.
 
@@ -337,7 +362,7 @@ def measurements():
 
 def counts_of(number):
     """Return a table of a rung's counts beside the previous rung's, without groups of kernels that hardly differ."""
-    rung, steps, rows = find(number), counts.read_counts()[COUNTED], []
+    rung, steps, rows = find(number), counts.read_counts()[COUNTED] | counts.read_counts(BEYOND)[COUNTED], []
     names = [script for script in (rung.before, rung.file) if script]
     per = "B {1}, T {2}".format(*COUNTED)
 
@@ -381,18 +406,20 @@ def measured(number):
             "training loss, last step": " → ".join(f"{one['runs'][0]['losses'][-1]:.4f}" for one in pair),
         }
     for one in read_toml("results/predictions.toml")["prediction"]:
-        low, high = one["ms"].get(rung.file, (0, 0))
-        if high and (found := outcome(rung.file, one, low, high)):
-            said.append(
-                f"Predicted on {one['date']} for {one['device']} at B {one['batch_size']}: {low:,}"
-                f"{f' to {high:,}' * (low != high)} ms per step; {found}."
-            )
+        if rung.file in one["ms"]:
+            about = f"Predicted on {one['date']} for {one['device']} at B {one['batch_size']}"
+            said.append(f"{about}: {interval(one['ms'][rung.file])} ms per step; {outcome(rung.file, one)}.")
     shown = table(list(rows.values())) if rows else "We have not measured the speed of this script yet."
     return "\n" + "\n\n".join([shown, *said]) + "\n"
 
 
-def outcome(script, prediction, low, high):
-    """Return how the latest measurement of a script compares with a prediction, or None without a measurement."""
+def interval(found):
+    """Format a prediction, a list of two numbers, such as 48 to 52."""
+    return " to ".join(f"{ms:,}" for ms in dict.fromkeys(found))
+
+
+def latest(script, prediction):
+    """Return the latest median step time in ms of a script on the device and at the sizes of a prediction, or None."""
     wanted, times = [prediction[key] for key in ("device", "model", "seq_len", "batch_size")], []
     for data in recorded():
         settings = data.settings
@@ -402,9 +429,14 @@ def outcome(script, prediction, low, high):
             here = [data.host["name"], settings["model"], settings["seq_len"], row["batch_size"]]
             if here == wanted and row["median_ms"]:
                 times.append((data.finished, row["median_ms"]))
-    if not times:
-        return None
-    _, ms = max(times)
+    return max(times)[1] if times else None
+
+
+def outcome(script, prediction):
+    """Return how the latest measurement of a script compares with a prediction."""
+    (low, high), ms = prediction["ms"][script], latest(script, prediction)
+    if not ms:
+        return "not measured yet"
     miss = ms / low - 1 if ms < low else ms / high - 1 if ms > high else 0
     side = f"{abs(miss):.0%} {'above' if miss > 0 else 'below'} this" if abs(miss) > 0.005 else "as predicted"
     return f"our latest measurement: {ms:,.1f} ms, {side}"
@@ -459,6 +491,7 @@ def parts():
         "fit_gpu": fit_gpu(whole),
         "profiles": profiles(),
         "peer_counted": peer_counted(),
+        "beyond": beyond(data),
         "results": results(measured),
         "log": printed(data),
     }
@@ -475,7 +508,7 @@ def draw_plots():
     if not (steps := found.get(tuple(data.settings[key] for key in ("model", "batch_size", "seq_len")))):
         raise ValueError(f"results/counts.json has no counts for the settings of results/{data.name}: run make counts")
     sums = {script: {kind: counts.totals(step, kind) for kind in plots.GROUPS} for script, step in steps.items()}
-    figures = plots.figures(data) | {name: plots.held_out(quality.compare(saved(name))) for name in LEARNED}
+    figures = plots.figures(data) | {name: plots.held_out(quality.compare(saved(name))) for name in LEARNED[:-1]}
     figures.pop("kernels", None)
     figures["tokens-narrow"] = plots.tokens(data, wide=False)
     figures["counts"], figures["counts-narrow"] = (plots.three_counts(sums, data, wide) for wide in (True, False))

@@ -43,10 +43,8 @@ END = 50256  # the token <|endoftext|>
 BF16_CPU = torch.cpu.get_capabilities().get("avx512_bf16", False)  # on other CPUs, the scripts use float32
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "eval_sec": 0.0}
-FP16, FP16_10 = "branches/fp16_grad_scaler.py", "branches/fp16_rung_10.py"
-FP16S = FP16, FP16_10
-CHUNKED, CHECKPOINTING = "branches/chunked_loss.py", "branches/activation_checkpointing.py"
-MUON, REGIONAL, FP8 = "branches/muon.py", "branches/regional_compile.py", "branches/fp8_head.py"
+FP16, MUON, CHECKPOINTING = (f"branches/{name}.py" for name in ("fp16", "muon", "activation_checkpointing"))
+STREAM, FUSED, QUEUED, RECORD = (f"branches/{one}.py" for one in "bf16_stream fused_loss queued_steps record".split())
 NANO = '"nano": GPTConfig(n_layer=4, n_head=4, n_embd=128)'
 SMALL = '"nano": GPTConfig(n_layer=2, n_head=2, n_embd=32)'  # for tests that do not depend on the model size
 STEP = re.compile(
@@ -104,11 +102,6 @@ def versions(*definitions, among=SCRIPTS):
 
 # The first script and the scripts that change a definition used by the forward pass.
 MODEL = versions("GPTConfig", "MODELS", "CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward")
-
-
-def clips():
-    """Return the scripts that clip the gradient and print its norm."""
-    return [*since(8), FP16]
 
 
 def load(script):
@@ -291,7 +284,7 @@ def watch(script, *args, compiled=False, **options):
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Run GPU work on the CPU. Record in `events` each copy to a GPU and each call that would wait for a GPU."""
+    """Run GPU work on the CPU. Record in `events` what is pinned, copied to a GPU, or would wait for a GPU."""
 
     def __init__(self, events):
         super().__init__()
@@ -303,6 +296,9 @@ class OnTheCpu(TorchFunctionMode):
 
         name, kwargs = getattr(call, "__name__", ""), kwargs or {}
         gpu = any(here(value) is not value for value in (*args, *kwargs.values()))
+        if name == "pin_memory":
+            self.events.append("pin")
+            return args[0]
         if name == "to" and gpu:
             self.events.append("copy")
         if name in ("item", "tolist", "cpu", "numpy"):

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 import unidiff
-from conftest import ROOT, RUNGS, SCRIPTS, load
+from conftest import FUSED, RECORD, ROOT, RUNGS, SCRIPTS, load
 
 from dev import diff
 from dev.ladder import changed_lines, parts, read_toml, split
-from measure import counts
+from measure import counts, records, tables
+from measure.records import TEN
 
 DIFFS = [script for script, rung in RUNGS.items() if rung.before]
 
@@ -84,8 +85,14 @@ def test_the_numbers_in_docstrings_and_the_sizes_beside_the_models_are_right():
     matrices = sum(p.dim() == 2 for p in model(8))
     single, bf16, fp16 = (round(-log2(torch.finfo(t).eps)) for t in (torch.float32, torch.bfloat16, torch.float16))
     a100, t4 = (read_toml("measure/cards.toml")[card] for card in ("A100", "T4"))
-    totals = [counts.totals(step) for step in counts.read_counts()["gpt2", 4, 1024].values()]
-    flops, gb = [one[0] for one in totals], [one[1] / 1e9 for one in totals]
+    gb = [counts.totals(step)[1] / 1e9 for step in counts.read_counts()["gpt2", 4, 1024].values()]
+    beyond = counts.read_counts(tables.BEYOND)["gpt2", 16, 1024].items()
+    ten, stream, fused, _, record = (counts.totals(step)[1] / 1e9 for _, step in beyond)
+    loss, loss_fused = (counts.totals(dict(beyond)[s], "softmax and loss")[1] / 1e9 for s in (TEN, FUSED))
+    h200 = records.load(ROOT / "results" / "nvidia-h200-2026-11-27-2").rows[TEN]
+    (low, high), *_ = (
+        p["ms"][RECORD] for p in read_toml("results/predictions.toml")["prediction"] if RECORD in p["ms"]
+    )
     adamw, scale = torch.optim.AdamW([torch.zeros(1)]).defaults, torch.amp.GradScaler("cpu").get_scale()
     beta2, peak = adamw["betas"][1], max(load(SCRIPTS[9]).get_lr(step, 50) for step in range(50))
     runs = json.loads((ROOT / "results" / "quality.json").read_text(encoding="utf-8"))["runs"]
@@ -104,11 +111,12 @@ def test_the_numbers_in_docstrings_and_the_sizes_beside_the_models_are_right():
     10: {28 * padded / 1e9:.1f} GB instead of {80 * padded / 1e9:.0f} ... {gb[10]:.0f} GB instead of {gb[9]:.0f} GB
     ddp: ({4 * padded / 1e6:.0f} MB for 124M parameters)
     long: a checkpoint takes {3 * 4 * padded / 1e9:.1f} GB
-    fp16: has {fp16} mantissa bits ... largest value is {torch.finfo(torch.float16).max:.0f} ... by {scale:.0f}
-    fp16-10: ({t4["fp16"]} and {t4["float32"]} TFLOP/s) ... by {scale:.0f}
-    activation: {16 * 1024 * 768 * 4 / 1e6:.0f} MB per block
-    chunked: take {65536 * 50304 * 2 / 1e9:.1f} GB ... at most {65536 * 50304 / 2e9:.1f} GB
-    chunked: {2 * 4096 * 768 * 50304 / flops[10]:.0%} more FLOPs ... ({50304 * 768 * 2 / 1e6:.0f} MB each)"""
+    fp16: ({t4["fp16"]} and {t4["float32"]} TFLOP/s) ... by {scale:.0f}
+    bf16: moves {stream:.1f} GB instead of {ten:.1f} GB ... only {bf16 + 1} significant bits
+    fused: moves {loss_fused:.1f} GB ... move {loss:.1f} GB ... the loss by {scale:.0f}
+    queued: during {h200["profile"]["groups_ms"]["idle"]:.1f} ms
+    record: moves {record:.1f} GB instead of {ten:.1f} GB ... {low} to {high} ms ... takes {h200["median_ms"]:.1f} ms
+    activation: {16 * 1024 * 768 * 4 / 1e6:.0f} MB per block"""
     texts = {rung.number: " ".join(ast.get_docstring(ast.parse(source(rung.file))).split()) for rung in RUNGS.values()}
     phrases = [(name, phrase) for name, line in re.findall("(.*?): (.*)", said) for phrase in line.split(" ... ")]
     assert [(name, phrase) for name, phrase in phrases if phrase not in texts[name.strip()]] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FP16, FP16_10, ROOT, SCRIPTS, copy_project, made_up_gpu
+from conftest import FP16, ROOT, SCRIPTS, copy_project, made_up_gpu
 
 
 def read(name):
@@ -56,16 +56,16 @@ def execute(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("capability, fp16", [(None, False), ((6, 0), False), ((7, 5), True), ((8, 0), False)])
 def test_each_bar_shows_the_script_that_ran_and_its_speed_up_over_the_bar_above(execute, monkeypatch, capability, fp16):
-    """On a GPU that has fp16 but no bf16, two scripts with fp16 stand in."""
+    """On a GPU that has fp16 but no bf16, the last script is rung 10 in fp16."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     with made_up_gpu(None, capability) if capability else contextlib.nullcontext():
         (*runs, train, sample), names, widths, labels = execute("ladder")
-    scripts = [FP16 if fp16 and number == 3 else SCRIPTS[number] for number in range(11)] + [FP16_10] * fp16
+    scripts = SCRIPTS[:11] + [FP16] * fp16
     assert runs == [f"{script} --steps 12" for script in scripts] and names == scripts
     assert widths == [1000 * n**2 for n in range(1, len(scripts) + 1)]
     assert labels[:3] == ["1,000", "4,000 (4.00×)", "9,000 (2.25×)"]
     tokens = 4096 if capability else 512  # per step; the training takes a minute
-    script = FP16_10 if fp16 else f"ddp_run.py --total-batch-size {tokens}"
+    script = FP16 if fp16 else f"ddp_run.py --total-batch-size {tokens}"
     assert train == f'{script} --data "input.txt" --steps {round(60 * widths[-1] / tokens)} --save weights.pt'
     assert sample.startswith("pretrain/sample.py weights.pt ")
 
@@ -75,7 +75,7 @@ def test_a_script_that_fails_leaves_no_older_speed_and_each_diff_is_above_its_ru
         execute("ladder", fails=3)
     text = "\n".join(cell.source for cell in read("ladder").cells)
     found = re.findall(r"print\(in_notebook\(diff\('(.*?)'\)|^## (\d\d) |^chart\(\"speedup_(\d\d)", text, re.MULTILINE)
-    assert ["".join(one) for one in found[:-1]] == [f"{n:02d}" for n in range(1, 11) for _ in range(2 if n == 3 else 3)]
+    assert ["".join(one) for one in found[:-1]] == [f"{n:02d}" for n in range(1, 11) for _ in range(3)]
 
 
 def test_the_lesson_compares_equal_work_and_its_arithmetic_is_right(execute, capsys):

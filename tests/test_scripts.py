@@ -13,15 +13,14 @@ import pytest
 import torch
 from conftest import (
     BF16_CPU,
-    FP16_10,
-    FP16S,
+    FP16,
     LONG,
     MUON,
+    RECORD,
     ROOT,
     SCRIPTS,
     STEP,
     SUMMARY,
-    clips,
     load,
     play,
     press_ctrl_c_at,
@@ -31,13 +30,13 @@ from conftest import (
 PARAMETERS = {"baseline.py": 13_790_208} | dict.fromkeys(since(1, 7), 7_357_312) | dict.fromkeys(since(7), 7_363_328)
 STEPS = 4
 # These are also run compiled, in a process of their own: each version of the model, each optimizer and each loop.
-MORE = [SCRIPTS[6], SCRIPTS[7], SCRIPTS[10], "ddp_run.py", LONG, MUON, FP16_10]
+MORE = [SCRIPTS[6], SCRIPTS[7], SCRIPTS[10], "ddp_run.py", LONG, MUON, FP16, RECORD]
 ALONE = ["baseline.py", SCRIPTS[5], *(pytest.param(script, marks=pytest.mark.slow) for script in MORE)]
 
 
 def sizes(script):
     """Return flags that shorten a run: fewer micro-steps, or a smaller batch in fp16, which is slow on a CPU."""
-    if script in FP16S:
+    if script == FP16:
         return ["--batch-size", 2, "--seq-len", 64]
     return ["--total-batch-size", 1024] * (script in since("ddp_run.py"))
 
@@ -56,28 +55,28 @@ def test_a_script_runs_in_a_process_of_its_own_with_the_losses_of_an_eager_run(r
     done = run(script, "--steps", STEPS, *sizes(script), folder=ROOT if "/" in script else tmp_path)
     assert (done.returncode, done.stderr, done.left_behind) == (0, "", []), done.stderr
     eager = play(script, "--steps", STEPS, *sizes(script), full=True)
-    assert done.losses == pytest.approx(losses(eager), abs=1e-2 if BF16_CPU or script in FP16S else 1e-4)
+    assert done.losses == pytest.approx(losses(eager), abs=1e-2 if BF16_CPU or script == FP16 else 1e-4)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_learns_and_prints_the_lines_of_the_contract(script):
     printed = play(script, "--steps", STEPS, *sizes(script), full=True)
-    B, T = (2, 64) if script in FP16S else (4, 128)  # 4 and 128 are nano's defaults
+    B, T = (2, 64) if script == FP16 else (4, 128)  # 4 and 128 are nano's defaults
     accumulates = script in since("ddp_run.py")
     expected = ["nano .* is the default model on a CPU; --model gpt2 .*"]
     expected += [rf"device cpu \(.+\) \| torch \S+ \| nano {PARAMETERS[script]:,} parameters \| B {B} T {T}"]
     expected += ["loaded 338025 tokens", f"1 epoch = {338024 // (B * T)} batches"]
     expected += [r"1024 tokens per step = 2 micro-steps \* B 4 \* T 128 \* 1 ranks"] * accumulates
     expected += ["compiling: the first step takes about .*"] * (script in since(5))
-    lines = [line for line in printed.splitlines() if not re.match("no (TF32|bf16|float8) here", line)]
+    lines = [line for line in printed.splitlines() if not re.match("no (TF32|bf16) here", line)]
     for line, pattern in zip(lines, [*expected, *STEPS * [STEP.pattern], SUMMARY.pattern], strict=True):
         assert re.fullmatch(pattern, line)
     assert ("no TF32 here" in printed) == (script in since(2))
-    assert ("no bf16 here" in printed) == (script in set(since(3)) - {*FP16S} and not BF16_CPU)
+    assert ("no bf16 here" in printed) == (script in since(3) and script != FP16 and not BF16_CPU)
     steps, summary = list(STEP.finditer(printed)), SUMMARY.search(printed)
     for number, step in enumerate(steps):
-        assert (int(step["step"]), step["norm"] is not None) == (number, script in clips())
-        assert step["scale"] == ("65536" if script in FP16S else None) and not step["skipped"]
+        assert (int(step["step"]), step["norm"] is not None) == (number, script in since(8))
+        assert step["scale"] == ("65536" if script == FP16 else None) and not step["skipped"]
     assert (summary["first"], summary["last"]) == ("2", "3")  # below 20 steps, the median skips the first half
     assert float(summary["ms"]) == pytest.approx(statistics.mean(float(step["ms"]) for step in steps[2:]), abs=0.02)
     assert losses(printed)[0] == pytest.approx(math.log(50257), abs=0.25)  # a uniform guess

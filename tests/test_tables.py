@@ -9,7 +9,7 @@ import math
 import re
 
 import pytest
-from conftest import ROOT, RUNGS, SCRIPTS
+from conftest import ROOT, RUNGS, SCRIPTS, STREAM
 
 from dev.ladder import read_toml
 from measure import counts, memory, plots, records, tables
@@ -67,7 +67,7 @@ def test_a_speed_up_is_of_two_runs_on_one_host_after_the_last_change_of_their_sc
 # ---- a made-up world: measurements of two devices, counts, predictions and public figures
 
 PREDICTION = {"date": "2026-01-02", "device": "Made Up GPU", "model": "gpt2", "seq_len": 1024, "batch_size": 2}
-PREDICTIONS = [PREDICTION | {"ms": {SIX: [90, 100], FIVE: [300, 400], TEN: [59, 61]}}]
+PREDICTIONS = [PREDICTION | {"ms": {SIX: [90, 100], FIVE: [300, 400], TEN: [59, 61], STREAM: [50, 55]}}]
 PREDICTIONS += [
     PREDICTION | {"batch_size": 8, "ms": {TEN: [80, 80]}},
     PREDICTION | {"device": "B", "ms": {SIX: [1, 2]}},
@@ -99,6 +99,14 @@ COUNTS = {
 }
 
 
+BEYOND = {
+    ("gpt2", B, 1024): {TEN: counted("bf16", *ten), STREAM: counted("bf16", *stream)}
+    for B, ten, stream in (
+        (4, (2, 40, 2, 2), (2, 30, 2, 1)),
+        (2, (1, 20, 1, 2), (1, 16, 1, 2)),
+        (8, (4, 30, 2, 2), (4, 20, 2, 2)),
+    )
+}
 PEER_COUNTS = dict(zip((TEN, PEER), list(COUNTS["gpt2", 4, 1024].values())[1:], strict=True))
 
 
@@ -170,7 +178,7 @@ def world(monkeypatch, tmp_path):
         (tables, "measurements", tables.measurements.__wrapped__),
         (tables, "read_toml", TOML.get),
         (counts, "read_toml", TOML.get),
-        (counts, "read_counts", lambda *path: {0: PEER_COUNTS} if path else COUNTS),
+        (counts, "read_counts", lambda *path: {(): COUNTS, (tables.BEYOND,): BEYOND}.get(path, {0: PEER_COUNTS})),
         (memory, "fits", FITS.get),
     ):
         monkeypatch.setattr(owner, name, value)
@@ -243,6 +251,10 @@ beside: | 06 Flash attention | 60 | 31.0 | 1.94 | 1.51× | 1.35× |
 beside: | 06 Flash attention | 192 | 8.1 | 23.70 | 1.25× | 1.60× |
 peer_counted: | attention | 0.00 / 0.00 | 12.00 / 1.00 | 3 / 2 |
 peer_counted: | a step | 2.00 / 1.50 | 42.00 / 31.00 | 4 / 3 |
+beyond: Made Up GPU, gpt2, B 2 / 8, T 1024:
+beyond: | script | GB moved | floor, ms | predicted, ms | measured, ms |
+beyond: | 10 Fused AdamW | 22.0 / 34.0 | 11.0 / 22.0 | 59 to 61 / 80 | 60.0 / 100.0 |
+beyond: | bf16 residual stream | 18.0 / 24.0 | 9.0 / 22.0 | 50 to 55 / – |  |
 profiles: | ms per step | rung 10 | `ddp_run.py` | `transformers` | difference from rung 10 |
 profiles: | matmul | 20.0 | 21.1 | 26.6 | +6.6 |
 profiles: | idle | 5.0 | 4.0 | 3.0 | −2.0 |
@@ -273,11 +285,14 @@ def test_a_rungs_page_shows_its_measurements_predictions_and_counts_beside_the_r
         "CPU: Made Up(R) 9000, nano, B 4, T 128 | 255.0 → 252.5 | 1.01× (0.98–1.04), inconclusive |  | 9.3100 → 9.2100",
     ]
     about, ours = "Predicted on 2026-01-02 for Made Up GPU at B", "ms per step; our latest measurement:"
-    assert predicted == [f"{about} 2: 90 to 100 {ours} 192.0 ms, 92% above this."]
+    other = "Predicted on 2026-01-02 for B at B 2: 1 to 2 ms per step; not measured yet."
+    assert predicted == [f"{about} 2: 90 to 100 {ours} 192.0 ms, 92% above this.", other]
     assert f"{about} 2: 300 to 400 {ours} 240.0 ms, 20% below this." in tables.measured("05")
     assert f"{about} 2: 59 to 61 {ours} 60.0 ms, as predicted." in tables.measured("10")
     assert f"{about} 8: 80 {ours} 100.0 ms, 25% above this." in tables.measured("10")
     assert tables.measured("muon").strip() == "We have not measured the speed of this script yet."
+    assert tables.measured("bf16").endswith(f"yet.\n\n{about} 2: 50 to 55 ms per step; not measured yet.\n")
+    assert cells(tables.counts_of("bf16"))[3] == "GB moved | 44.0 | 32.0 | −27.3%"
     heading, _, *rest = cells(tables.counts_of("06"))
     assert heading.endswith("`gpt2`, B 4, T 1024 | 05 torch.compile | 06 Flash attention | change")
     assert rest == [

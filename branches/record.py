@@ -1,14 +1,12 @@
-"""Chunked loss (memory): the cross-entropy of a quarter of the tokens at a time, so that fewer logits exist at once.
+"""Record attempt (speed): the bf16 residual stream, the fused loss and the queued steps in one script.
 
-The logits are the largest tensor of a step. At B 64 and T 1024, 65,536 x 50,304 bf16 values take 6.6 GB. This script
-computes the loss in four chunks. checkpoint() frees a chunk's logits as soon as its loss is known and computes them
-again in the backward pass, so at most 1.6 GB of logits exist at a time. The cost is one more matmul of the head (10%
-more FLOPs per step) and four gradients of its weight (77 MB each) until the compiled code adds them up.
+Read bf16_stream.py, fused_loss.py and queued_steps.py first: this file is rung 10 with all three diffs. The savings add
+up, because the first moves fewer bytes in the blocks, the second in the loss, and the third removes idle time. A step
+at B 16 moves 49.8 GB instead of 57.5 GB. We predict 28.7 to 30.2 ms on an H200, where rung 10 takes 34.5 ms.
 
-When it does not help: if a larger batch is no faster, or if B is small. Below B 3 at T 1024, the extra gradients take
-more memory than the chunks save.
+When it does not help: as in the three scripts. On a GPU with a lower bandwidth, the first two should save more time.
 
-    make diff-chunked    shows what this file changes
+    make diff-record    shows what this file changes
 """
 
 import argparse
@@ -25,7 +23,6 @@ import tiktoken
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -35,6 +32,7 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768  # C in the shapes below; B is the batch size, T is the sequence length
+    loss_chunks: int = 1  # 1 is the fastest; with 4, only a quarter of the logits exist at a time
 
 
 class CausalSelfAttention(nn.Module):
@@ -81,6 +79,30 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class FusedLoss(torch.autograd.Function):
+    """Head and mean cross-entropy, with the gradients in the forward pass. x (N, C), weight (V, C), targets (N,)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, chunks):
+        loss, grad_x, grad_weight = 0.0, [], 0.0
+        ids = torch.arange(len(weight), device=x.device)  # (V,)
+        for rows, target in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
+            logits = F.linear(rows, weight)  # (N / chunks, V)
+            log_p = F.log_softmax(logits.float(), dim=-1)
+            loss = loss + F.nll_loss(log_p, target, reduction="sum") / len(x)
+            grad = (log_p.exp() - (ids == target[:, None]).float()) / len(x)  # of the logits: softmax - one-hot
+            grad = grad.to(logits.dtype)  # one bf16 copy serves both matmuls
+            grad_x.append(grad @ weight)
+            grad_weight = grad_weight + (grad.t() @ rows).float()
+        ctx.save_for_backward(torch.cat(grad_x), grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):  # 1, unless the loss was scaled, as in ddp_run.py
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad * grad_x, grad * grad_weight, None, None
+
+
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019) without dropout, with the parameter names of the Hugging Face checkpoints."""
 
@@ -110,17 +132,14 @@ class GPT(nn.Module):
         """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # the residual stream
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
         if targets is None:
             return self.lm_head(x)  # logits, (B, T, vocab_size)
-        chunks = zip(x.view(-1, x.size(-1)).chunk(4), targets.view(-1).chunk(4), strict=True)
-        return sum(checkpoint(self.loss_sum, *chunk, use_reentrant=False) for chunk in chunks) / targets.numel()
-
-    def loss_sum(self, x, targets):
-        """Return the sum of the cross-entropies, in nats, of hidden states x (rows, C) and targets (rows,)."""
-        return F.cross_entropy(self.lm_head(x), targets, reduction="sum")  # logits: (rows, vocab_size)
+        return FusedLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.config.loss_chunks)
 
     def configure_optimizers(self, lr):
         """Return AdamW with GPT-3's values: weight decay on matrices (2-D), none on biases and LayerNorm weights."""
@@ -207,19 +226,15 @@ def main():
     print_header(args, model, loader)
 
     model.to(device)
-    # By default, Inductor fuses two kernels that share at least 10 bytes of input. The kernels of the chunks share 16
-    # bytes of constants. If they were fused, the logits of all chunks would exist at once.
-    torch._inductor.config.score_fusion_memory_threshold = 1000
     model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
     print("compiling: the first step takes about a minute", flush=True)
     optimizer = model.configure_optimizers(lr=0.0)  # the loop sets the learning rate
     synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None  # no-op on a CPU
-    times = []  # seconds per step
+    pin = device.type == "cuda"
+    times, queue, start = [], [], time.perf_counter()  # seconds per step; steps whose losses have not been read
     try:
         for step in range(args.steps):
-            synchronize(device)
-            start = time.perf_counter()
-            x, y = (t.to(device) for t in loader.next_batch())
+            x, y = (t.pin_memory().to(device, non_blocking=True) if pin else t.to(device) for t in loader.next_batch())
             optimizer.zero_grad()
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                 loss = model(x, y)
@@ -229,12 +244,17 @@ def main():
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
+            queue.append((step, loss.detach().clone(), lr, norm))  # a CUDA graph's next step would overwrite the loss
+            if step % 10 and step < args.steps - 1:
+                continue  # to the next step, while the GPU still computes this one
             synchronize(device)  # Python only queues the GPU's work; the timer would otherwise stop too early
-            times.append(time.perf_counter() - start)
-            print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
-            print(f"dt {1000 * times[-1]:8.2f} ms | {B * T / times[-1]:10,.0f} tok/s", flush=True)
-            if not math.isfinite(loss.item()):
-                raise UserError(f"the loss is not finite at step {step}")
+            times += [(time.perf_counter() - start) / len(queue)] * len(queue)
+            for step, loss, lr, norm in queue:
+                print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
+                print(f"dt {1000 * times[-1]:8.2f} ms | {B * T / times[-1]:10,.0f} tok/s", flush=True)
+                if not math.isfinite(loss.item()):
+                    raise UserError(f"the loss is not finite at step {step}")
+            queue, start = [], time.perf_counter()
     finally:  # runs after Ctrl-C as well
         print_summary(times, B * T, device)
 

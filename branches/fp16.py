@@ -1,10 +1,10 @@
-"""fp16 with a gradient scaler (speed): for GPUs with tensor cores but no bf16, such as the T4 and the V100.
+"""Rung 10 in fp16, with a gradient scaler (speed): for GPUs with tensor cores but no bf16, such as the T4 and the V100.
 
-fp16 has 10 mantissa bits, three more than bf16, but only 5 exponent bits. Its largest value is 65504, and its smallest
-positive value is 6e-8, so small gradients would become zero in the backward pass. The scaler therefore multiplies the
-loss by 65536 and later divides the weights' float32 gradients by the same factor. If a gradient overflows, the scaler
-skips the step and halves the factor (Micikevicius et al. 2018). Clipping (rung 08) must follow the division, so this
-script includes clipping to show the order.
+On these GPUs, rungs 03 to 10 compute in float32. According to NVIDIA's data sheet, a T4's peak is eight times as high
+in fp16 as in float32 (65 and 8.1 TFLOP/s). The scaler multiplies the loss by 65536, because small gradients would
+become zero in fp16. unscale_() divides the gradients by this factor before clipping (rung 08). If a gradient is not
+finite, rung 10's fused AdamW skips the update, and the scaler halves the factor. --save writes the final weights, as in
+ddp_run.py.
 
 When it does not help: on GPUs with bf16, fp16 is unnecessary. Their tensor cores are as fast in bf16 as in fp16, and
 bf16 needs no scaler.
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 @dataclass
 class GPTConfig:
     block_size: int = 1024  # maximum sequence length, in tokens
-    vocab_size: int = 50257  # 256 bytes, 50,000 merges, <|endoftext|>
+    vocab_size: int = 50304  # 256 bytes, 50,000 merges, <|endoftext|>, and 47 unused ids to reach a multiple of 128
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768  # C in the shapes below; B is the batch size, T is the sequence length
@@ -45,16 +45,12 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # one matmul computes query, key and value
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-        mask = torch.ones(config.block_size, config.block_size, dtype=torch.bool).tril()
-        self.register_buffer("mask", mask, persistent=False)  # on the model's device, not in its state dict
 
     def forward(self, x):
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, n_head, T, head_size) each
-        att = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, n_head, T, T)
-        att = att.masked_fill(~self.mask[:T, :T], float("-inf"))
-        y = F.softmax(att, dim=-1) @ v  # (B, n_head, T, head_size)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, n_head, T, head_size)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
 
 
@@ -99,6 +95,10 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
         self.apply(self._init_weights)
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                if name.endswith("c_proj.weight"):  # in attention and in the MLP; both write to the residual stream
+                    p /= math.sqrt(2 * config.n_layer)
 
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -115,6 +115,12 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, vocab_size)
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
+    def configure_optimizers(self, lr):
+        """Return AdamW with GPT-3's values: weight decay on matrices (2-D), none on biases and LayerNorm weights."""
+        decay = {"params": [p for p in self.parameters() if p.dim() >= 2], "weight_decay": 0.1}
+        no_decay = {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0}
+        return torch.optim.AdamW([decay, no_decay], lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
     @classmethod
     def from_pretrained(cls, source):
         """Load GPT-2 weights in Hugging Face format from a folder or the hub. Raises UserError if they do not fit."""
@@ -128,6 +134,9 @@ class GPT(nn.Module):
         if problems := differ + [f"{n} is missing" for n in info["missing_keys"]]:
             raise UserError(f"{source}: not GPT-2: {problems[0]}")
         state = {n: w.t() if ".h." in n and w.dim() == 2 else w for n, w in hf.state_dict().items()}  # were (in, out)
+        wte = state["transformer.wte.weight"]  # pad with the mean: GPT-2's logits are negative, so 0 would win
+        padding = wte.mean(dim=0).expand(GPTConfig.vocab_size - len(wte), -1)
+        state["transformer.wte.weight"] = state["lm_head.weight"] = torch.cat([wte, padding])
         model = cls(GPTConfig(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
         model.load_state_dict(state)
         return model
@@ -166,6 +175,14 @@ class DataLoaderLite:
         return tokens[:-1].view(self.B, self.T), tokens[1:].view(self.B, self.T)
 
 
+def get_lr(step, steps, max_lr=6e-4, warmup_steps=10):
+    """Return a step's learning rate: linear warm-up, then cosine decay (Loshchilov & Hutter 2017) to max_lr / 10."""
+    if step < warmup_steps:
+        return max_lr * (step + 1) / warmup_steps  # + 1, because step 0 with a rate of 0 would change nothing
+    progress = (step - warmup_steps) / (steps - warmup_steps)  # from 0 to just under 1
+    return max_lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
 def main():
     args = parse_args()
     device, B, T = torch.device(args.device), args.batch_size, args.seq_len
@@ -180,7 +197,9 @@ def main():
     print_header(args, model, loader)
 
     model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
+    print("compiling: the first step takes about a minute", flush=True)
+    optimizer = model.configure_optimizers(lr=0.0)  # the loop sets the learning rate
     scaler = torch.amp.GradScaler(device.type)
     scale = scaler.get_scale()  # 65536
     synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None  # no-op on a CPU
@@ -196,19 +215,25 @@ def main():
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)  # before clipping and printing, which need the unscaled gradients
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # returns the norm before clipping
-            scaler.step(optimizer)  # calls optimizer.step(), or skips it if a gradient is not finite
+            lr = get_lr(step, args.steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            scaler.step(optimizer)  # updates the weights, unless a gradient is not finite
             scaler.update()
             synchronize(device)  # Python only queues the GPU's work; the timer would otherwise stop too early
             times.append(time.perf_counter() - start)
             before, scale = scale, scaler.get_scale()
             skipped = " | skipped" if scale < before else ""  # the factor is lowered only when a step is skipped
-            print(f"step {step:4d} | loss {loss.item():.6f} | norm {norm:.4f}", end=" | ")
+            print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
             print(f"dt {1000 * times[-1]:8.2f} ms | {B * T / times[-1]:10,.0f} tok/s", end=" | ")
             print(f"scale {scale:.0f}{skipped}", flush=True)
             if not math.isfinite(loss.item()):
                 raise UserError(f"the loss is not finite at step {step}")
     finally:  # runs after Ctrl-C as well
         print_summary(times, B * T, device)
+    if args.save:
+        torch.save(model.cpu().state_dict(), f"{args.save}.tmp")
+        os.replace(f"{args.save}.tmp", args.save)  # a kill cannot leave half a file under this name
 
 
 # From here on: arguments, printing and errors.
@@ -227,11 +252,15 @@ def parse_args():
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
     parser.add_argument("--device", choices=devices, default=accelerator, help=f"default {accelerator}")
     parser.add_argument("--data", default=ROOT / "input.txt", help="UTF-8 text, default input.txt")
+    parser.add_argument("--compile-mode", choices=["default", "reduce-overhead", "max-autotune"], default="default")
+    parser.add_argument("--save", metavar="FILE", help="file for the final weights (a state dict)")
     args = parser.parse_args()
     args.model = None if args.init_from else args.model or ("nano" if args.device == "cpu" else "gpt2")
     args.seq_len = args.seq_len or (128 if args.model == "nano" else 1024)
     if min(args.batch_size, args.steps, args.seq_len) < 1 or args.seq_len > 1024:
         parser.error("need at least 1 for --batch-size, --steps and --seq-len, and at most 1024 for --seq-len")
+    if args.save and (Path(args.save).is_dir() or not os.access(Path(args.save).parent, os.W_OK)):
+        parser.error(f"--save {args.save}: no such folder, or not a file that can be written")
     return args
 
 

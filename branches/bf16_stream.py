@@ -1,14 +1,14 @@
-"""The output head in float8 (speed): its three matmuls read 8-bit operands.
+"""bf16 residual stream (speed): the sum to which every block adds is bf16, so that half as many bytes move.
 
-The head has the model's largest matmuls. Tensor cores compute them up to twice as fast in float8 as in bf16. Float8 has
-a narrow range, so each operand is divided by a scale first, and the product is multiplied by both scales. e4m3, with 3
-bits of mantissa, stores the activations and the weights. e5m2, with 2 bits but a wider range, stores the gradients. No
-logit's gradient exceeds 1 / (B T), because the loss is a mean over B T tokens, so their scale needs no measurement.
+Autocast makes the matmuls bf16, but the embeddings stay float32. In rung 10, the residual stream, to which each block
+adds twice, is therefore float32. Additions, LayerNorms and their backward passes are memory-bound: they take as long as
+it takes to read and write the stream. One cast after the embeddings makes it bf16, in the forward and in the backward
+pass. A step at B 16 then moves 51.5 GB instead of 57.5 GB. The weights stay float32.
 
-When it does not help: in smaller matmuls, where converting the operands can take longer than the faster matmul saves.
-It needs a GPU with compute capability 8.9 or later. Elsewhere, the script uses the head of rung 10.
+When it does not help: if matmuls or Python limit the step. bf16 stores only 8 significant bits, so each addition loses
+what is smaller than about 1/512 of the sum. We have trained only small models for a short time with this stream.
 
-    make diff-fp8    shows what this file changes
+    make diff-bf16    shows what this file changes
 """
 
 import argparse
@@ -80,33 +80,6 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-def to_float8(x, largest, dtype):
-    """Return x / scale in `dtype` and the scale, which maps the magnitude `largest` to the maximum of `dtype`."""
-    scale = largest / torch.finfo(dtype).max
-    return (x / scale).to(dtype), scale
-
-
-class Float8Linear(torch.autograd.Function):
-    """x @ weight.T in bf16, from float8 operands (Micikevicius et al. 2022). (B * T, C), (V, C) -> (B * T, V)."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        x8, x_scale = to_float8(x, x.abs().max().float(), torch.float8_e4m3fn)
-        w8, w_scale = to_float8(weight, weight.abs().max().float(), torch.float8_e4m3fn)
-        ctx.save_for_backward(x8, w8, x_scale, w_scale)
-        return torch._scaled_mm(x8, w8.t(), x_scale, w_scale, out_dtype=torch.bfloat16)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x8, w8, x_scale, w_scale = ctx.saved_tensors
-        bound = torch.tensor(1 / len(grad), device=grad.device)  # 1 / (B * T), because the loss is a mean
-        g8, g_scale = to_float8(grad, bound, torch.float8_e5m2)
-        x8, w8 = x8.t().contiguous().t(), w8.t().contiguous().t()  # the second operand has to be stored by columns
-        grad_x = torch._scaled_mm(g8, w8, g_scale, w_scale, out_dtype=torch.bfloat16)
-        grad_weight = torch._scaled_mm(g8.t().contiguous(), x8, g_scale, x_scale, out_dtype=torch.bfloat16)
-        return grad_x, grad_weight
-
-
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019) without dropout, with the parameter names of the Hugging Face checkpoints."""
 
@@ -120,7 +93,6 @@ class GPT(nn.Module):
         self.transformer.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # one parameter; its gradients from both layers are summed
-        self.use_fp8 = False  # main() sets it
         self.apply(self._init_weights)
         with torch.no_grad():
             for name, p in self.named_parameters():
@@ -137,11 +109,11 @@ class GPT(nn.Module):
         """Map token ids (B, T) to logits (B, T, vocab_size) or, with targets (B, T), to mean cross-entropy in nats."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # the residual stream
         for block in self.transformer.h:
             x = block(x)
-        x = self.transformer.ln_f(x)
-        fp8 = self.use_fp8 and targets is not None  # without targets, the logits stay exact
-        logits = Float8Linear.apply(x.view(-1, x.size(-1)), self.lm_head.weight) if fp8 else self.lm_head(x)
+        logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, vocab_size)
         return logits if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self, lr):
@@ -223,15 +195,11 @@ def main():
     use_bf16 = ampere_or_later or (device.type == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16", False))
     if not use_bf16:
         print("no bf16 here: this script uses it on NVIDIA GPUs from compute capability 8.0 and CPUs with AVX512_BF16")
-    use_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9) and B * T % 16 == 0
-    if not use_fp8:
-        print("no float8 here: it needs an NVIDIA GPU with compute capability 8.9 or later, and B T a multiple of 16")
     torch.manual_seed(args.seed)
     model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
     loader = DataLoaderLite(args.data, B, T)
     print_header(args, model, loader)
 
-    model.use_fp8 = use_fp8
     model.to(device)
     model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
     print("compiling: the first step takes about a minute", flush=True)
