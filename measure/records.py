@@ -338,11 +338,12 @@ def cells(data):
     for row in data.rows.values():
         done, profile = row["median_ms"] is not None, row["profile"] or {}
         error = " (a pass failed)" if done and row["error"] else ""
+        gone = " (since removed)" if row["script"].endswith(".py") and not (ROOT / row["script"]).exists() else ""
         before = f" over {short(row['before'])}" if row["kind"] != "rung" and row["over_before"] else ""
         held = f" ({profile['reserved_gib']:.2f})" if profile.get("reserved_gib") else ""
         table.append(
             {
-                "script": row["script"] + error,
+                "script": row["script"] + gone + error,
                 "ms per step (quartiles)": step(row) if done else "failed",
                 "tokens/s": number(row["tokens_per_s"], ",.0f"),
                 "× baseline": speed_up(row["over_baseline"]),

@@ -43,8 +43,8 @@ END = 50256  # the token <|endoftext|>
 BF16_CPU = torch.cpu.get_capabilities().get("avx512_bf16", False)  # on other CPUs, the scripts use float32
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 NO_SCORES = {"val_loss": float("inf"), "hellaswag": None, "samples": [], "eval_sec": 0.0}
-FP16, MUON, CHECKPOINTING = (f"branches/{name}.py" for name in ("fp16", "muon", "activation_checkpointing"))
-STREAM, FUSED, QUEUED, RECORD = (f"branches/{one}.py" for one in "bf16_stream fused_loss queued_steps record".split())
+SIDE = SimpleNamespace(fp16="branches/fp16.py", muon="branches/muon.py", record="branches/record.py")
+SIDE.stream, SIDE.fused, SIDE.queued = "branches/bf16_stream.py", "branches/fused_loss.py", "branches/queued_steps.py"
 NANO = '"nano": GPTConfig(n_layer=4, n_head=4, n_embd=128)'
 SMALL = '"nano": GPTConfig(n_layer=2, n_head=2, n_embd=32)'  # for tests that do not depend on the model size
 STEP = re.compile(

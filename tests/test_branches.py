@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FP16, FUSED, QUEUED, RECORD, ROOT, STEP, STREAM, load, nano, play
+from conftest import ROOT, SIDE, STEP, load, nano, play
 
 from dev.ladder import split
 from measure.records import TEN
@@ -22,15 +22,15 @@ def test_a_step_with_an_overflowing_gradient_is_skipped_and_marked(monkeypatch):
     In this test, the scale doubles after two steps without an overflow. By default, GradScaler waits 2,000 steps.
     """
     monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, growth_interval=2))
-    forward, weights = load(FP16).GPT.forward, []
+    forward, weights = load(SIDE.fp16).GPT.forward, []
 
     def forward_and_blow_up(model, *inputs):
         weights.append([p.detach().clone() for p in model.parameters()])
         # With this factor, the gradient overflows fp16 when multiplied by the scale of 65536. The loss stays finite.
         return forward(model, *inputs) * (1e5 if len(weights) == 2 else 1)
 
-    monkeypatch.setattr(load(FP16).GPT, "forward", forward_and_blow_up)
-    printed = play(FP16, "--steps", 6, "--batch-size", 1, "--seq-len", 16)
+    monkeypatch.setattr(load(SIDE.fp16).GPT, "forward", forward_and_blow_up)
+    printed = play(SIDE.fp16, "--steps", 6, "--batch-size", 1, "--seq-len", 16)
     lines = [match.groupdict() for match in STEP.finditer(printed)]
     assert [line["scale"] for line in lines] == ["65536", "32768", "32768", "65536", "65536", "131072"]
     assert [bool(line["skipped"]) for line in lines] == [False, True, False, False, False, False]
@@ -44,9 +44,9 @@ def test_the_fused_loss_and_its_gradients_are_those_of_rung_10_for_any_chunks_an
     """Of 21 tokens, the last of four chunks has only 3. ddp_run.py divides the loss by the number of micro-steps."""
     idx, targets = torch.randint(50257, (2, 3, 7))
     found = []
-    for script in TEN, FUSED:
+    for script in TEN, SIDE.fused:
         model = nano(script)
-        model.config = replace(model.config, loss_chunks=chunks) if script == FUSED else model.config
+        model.config = replace(model.config, loss_chunks=chunks) if script == SIDE.fused else model.config
         loss = model(idx, targets)
         (loss / 3).backward()
         found.append([loss, *(p.grad for p in model.parameters())])
@@ -55,13 +55,12 @@ def test_the_fused_loss_and_its_gradients_are_those_of_rung_10_for_any_chunks_an
 
 
 def test_the_record_is_the_three_side_rungs_in_one_file(tmp_path):
-    code = {
-        script: split((ROOT / script).read_text(encoding="utf-8"))[1] for script in (TEN, STREAM, FUSED, QUEUED, RECORD)
-    }
-    merged = code[TEN]
-    for script in STREAM, FUSED, QUEUED:
-        for name, text in ("merged", merged), ("ten", code[TEN]), ("other", code[script]):
-            (tmp_path / name).write_text(text, encoding="utf-8")
-        done = subprocess.run(["git", "merge-file", "-p", "merged", "ten", "other"], cwd=tmp_path, capture_output=True)
-        merged = done.stdout.decode()
-    assert merged == code[RECORD]
+    ten, *others, record = (
+        split((ROOT / name).read_text())[1] for name in (TEN, SIDE.stream, SIDE.fused, SIDE.queued, SIDE.record)
+    )
+    merged, base, other = (tmp_path / name for name in ("merged", "base", "other"))
+    merged.write_text(ten), base.write_text(ten)
+    for script in others:
+        other.write_text(script)
+        subprocess.run(["git", "merge-file", merged, base, other], check=True)
+    assert merged.read_text() == record

@@ -16,9 +16,7 @@ from measure import counts
 from measure.records import flops_per_token
 
 RUNGS = {rung.number: rung for rung in read_ladder() if rung.kind != "scale"}
-COMPILED = [
-    pytest.param(number, marks=pytest.mark.slow) for number in ("05", "06", "08", "10", "fused", "record", "peers")
-]
+COMPILED = [pytest.param(name, marks=pytest.mark.slow) for name in "05 06 08 10 fused record peers".split()]
 B, T = 4, 32
 
 

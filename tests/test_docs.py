@@ -122,14 +122,20 @@ def test_the_arithmetic_on_the_pages_is_right_with_rates_that_were_measured_or_a
 def test_times_and_memory_in_sentences_and_arithmetic_are_the_measured_ones():
     """They are recomputed from results/. Numbers that a page derives itself are literals below."""
     first, second = (records.load(ROOT / "results" / f"nvidia-h200-2026-11-27{end}") for end in ("", "-2"))
-    fp8, regional = "branches/fp8_head.py", "branches/regional_compile.py"
+    fp8, regional = "branches/fp8_head.py", "branches/regional_compile.py"  # scripts that are gone
     rungs = dict(zip([0, *(f"{number:02d}" for number in range(1, 11))], RUNGS, strict=False))
     ms = {number: first.rows[script]["median_ms"] for number, script in rungs.items()}
-    ten, reg = (second.rows[script]["median_ms"] for script in (TEN, regional))
+    ten, reg, eight = (second.rows[script]["median_ms"] for script in (TEN, regional, fp8))
+    gib, gib_reg, gib_8 = (second.rows[script]["peak_gib"] for script in (TEN, regional, fp8))
     start, start_reg = (second.rows[script]["runs"][0]["step_ms"][0] / 1000 for script in (TEN, regional))
     left, left_8 = (second.rows[script]["profile"]["groups_ms"] for script in (TEN, fp8))
     matmul, loss, attention = (left[kind] for kind in ("matmul", "softmax and loss", "attention"))
-    (again,) = (b["median_ms"] for b in second.batches if (b["batch_size"], b["compile_mode"]) == (16, "default"))
+    batches = {(b["batch_size"], b["compile_mode"]): b["median_ms"] for b in second.batches}
+    rate = max(b["tokens_per_s"] for b in second.batches if b["compile_mode"] == "default")
+    record = (PAGES[0].parent / "rungs" / "record.md").read_text(encoding="utf-8")
+    assert f"rung 10 runs {rate:,.0f} tokens per second at B 64" in record
+    one, again, big = (batches[size, "default"] for size in (1, 16, 64))
+    graphs = batches[64, "reduce-overhead"]
     trained = json.loads((ROOT / "results" / "muon.json").read_text(encoding="utf-8"))["runs"]
     muon, adamw = (statistics.median(r["ms"] for r in trained if r["script"] == s) for s in ("branches/muon.py", TEN))
     colab, lecture, t4 = (log["ms"] for log in read_toml("results/public.toml")["log"])
@@ -137,6 +143,9 @@ def test_times_and_memory_in_sentences_and_arithmetic_are_the_measured_ones():
     kernels, floor = counts.totals(steps[rungs["06"]])[2], counts.Card.read("A100").floor_ms(steps[rungs["06"]])[0]
     five = counts.Card(first.peaks, first.roof["copy_gb_per_s"]).floor_ms(steps[rungs["05"]])[0]
     expected = f"""
+beyond {eight:.1f} ms {ten:.1f} ms {again:.1f} ms {matmul - left_8["matmul"]:.1f} ms
+beyond {left_8["softmax and loss"] - loss:.1f} ms {gib:.2f} GiB {gib_8:.2f} GiB
+bf16_stream {ten:.1f} ms
 counts {5 * kernels / 1000:.0f} ms {lecture[rungs["06"]] - floor:.0f} ms
 counts {colab[rungs["01"]]} ms {colab[TEN]} ms {t4[rungs["01"]]:,} ms {t4[TEN]} ms
 results {muon:.0f} ms {adamw:.0f} ms {attention:.1f} ms {sum(left.values()):.1f} ms {matmul:.1f} ms
@@ -144,15 +153,16 @@ results {left["normalisation and element-wise"]:.1f} ms {attention:.1f} ms {left
 results {ms["06"]:.1f} ms {ms["07"]:.1f} ms {ten:.1f} ms 1.57 ms 0.193 ms 1.3 ms
 results {ten:.1f} ms {attention:.1f} ms 0.193 ms 1.3 ms
 ddp_run 1.35 s 1.35 s 2.91 ms
-fp8_head {ten:.1f} ms {matmul - left_8["matmul"]:.1f} ms {left_8["softmax and loss"] - loss:.1f} ms {again:.1f} ms
 fsdp_run 24 GiB
-regional_compile {start:.1f} s {start_reg:.1f} s {loss + left["copies"]:.1f} ms
-regional_compile {start:.2f} s {start_reg:.2f} s {reg:.2f} ms {ten:.2f} ms
+fused_loss {ten:.1f} ms
+queued_steps {left["idle"]:.1f} ms {ten:.1f} ms {one:.1f} ms {ten:.1f} ms {left["idle"]:.1f} ms
+record {big:.1f} ms {graphs:.1f} ms
 speedup_01_weight_tying {round(ms[0], -1):.0f} ms
 speedup_02_tf32 {ms["01"]:.0f} ms
 speedup_03_bf16 {ms["02"]:.0f} ms
 speedup_04_residual_init 24 s 4.9 s
-speedup_05_compile {ms["04"]:.0f} ms {five:.1f} ms
+speedup_05_compile {ms["04"]:.0f} ms {five:.1f} ms {start:.1f} s {start_reg:.1f} s {reg:.1f} ms {ten:.1f} ms
+speedup_05_compile {gib:.2f} GiB {gib_reg:.2f} GiB
 speedup_06_flash_attn {ms["05"]:.0f} ms {first.rows[rungs["05"]]["peak_gib"]:.0f} GiB
 speedup_10_fused_adamw {ms["09"]:.0f} ms
 scale {lecture[TEN]} ms 2.88 s"""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import unidiff
-from conftest import FUSED, RECORD, ROOT, RUNGS, SCRIPTS, load
+from conftest import ROOT, RUNGS, SCRIPTS, SIDE, load
 
 from dev import diff
 from dev.ladder import changed_lines, parts, read_toml, split
@@ -88,11 +88,10 @@ def test_the_numbers_in_docstrings_and_the_sizes_beside_the_models_are_right():
     gb = [counts.totals(step)[1] / 1e9 for step in counts.read_counts()["gpt2", 4, 1024].values()]
     beyond = counts.read_counts(tables.BEYOND)["gpt2", 16, 1024].items()
     ten, stream, fused, _, record = (counts.totals(step)[1] / 1e9 for _, step in beyond)
-    loss, loss_fused = (counts.totals(dict(beyond)[s], "softmax and loss")[1] / 1e9 for s in (TEN, FUSED))
+    loss, loss_fused = (counts.totals(dict(beyond)[s], "softmax and loss")[1] / 1e9 for s in (TEN, SIDE.fused))
     h200 = records.load(ROOT / "results" / "nvidia-h200-2026-11-27-2").rows[TEN]
-    (low, high), *_ = (
-        p["ms"][RECORD] for p in read_toml("results/predictions.toml")["prediction"] if RECORD in p["ms"]
-    )
+    predicted = read_toml("results/predictions.toml")["prediction"]
+    (low, high), *_ = (one["ms"][SIDE.record] for one in predicted if SIDE.record in one["ms"])
     adamw, scale = torch.optim.AdamW([torch.zeros(1)]).defaults, torch.amp.GradScaler("cpu").get_scale()
     beta2, peak = adamw["betas"][1], max(load(SCRIPTS[9]).get_lr(step, 50) for step in range(50))
     runs = json.loads((ROOT / "results" / "quality.json").read_text(encoding="utf-8"))["runs"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CHECKPOINTING, FUSED, ROOT, RUNGS, load, play
+from conftest import ROOT, RUNGS, SIDE, load, play
 
 from measure import attention, memory
 from measure.records import TEN
@@ -71,11 +71,11 @@ def test_the_printed_and_written_figures_are_the_predicted_and_measured_bytes_in
 
 @pytest.mark.slow
 def test_only_a_quarter_of_the_logits_exist_in_the_compiled_fused_loss_and_fsdp_shards_the_moments(tmp_path):
-    source, logits = (ROOT / FUSED).read_text(encoding="utf-8"), 2 * 4 * 256 * 50304
+    source, logits = (ROOT / SIDE.fused).read_text(encoding="utf-8"), 2 * 4 * 256 * 50304
     for chunks in 1, 4:
         path = tmp_path / f"{chunks}.py"
         path.write_text(source.replace("loss_chunks: int = 1 ", f"loss_chunks: int = {chunks} "), encoding="utf-8")
-        parts = memory.predict(replace(RUNGS[FUSED], file=str(path)), 4, "nano", 256, cuda=False)
+        parts = memory.predict(replace(RUNGS[SIDE.fused], file=str(path)), 4, "nano", 256, cuda=False)
         assert 0 < parts["logits"] <= logits / chunks
     fsdp = "branches/fsdp_run.py"
     parts = predict(fsdp, seq_len=1024, ranks=2)  # on a CPU, a few per cent too low
@@ -87,7 +87,7 @@ def test_only_a_quarter_of_the_logits_exist_in_the_compiled_fused_loss_and_fsdp_
 def test_checkpointed_blocks_keep_only_their_inputs():
     """With many small blocks, checkpointing reduces the peak of both passes to less than half."""
     peaks = []
-    for script in (TEN, CHECKPOINTING):
+    for script in (TEN, "branches/activation_checkpointing.py"):
         module = load(script)
         model = module.GPT(module.GPTConfig(vocab_size=16, n_layer=12, n_head=2, n_embd=32))
         x, y = torch.zeros(2, 4, 128, dtype=torch.int64)

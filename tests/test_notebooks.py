@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FP16, ROOT, SCRIPTS, copy_project, made_up_gpu
+from conftest import ROOT, SCRIPTS, SIDE, copy_project, made_up_gpu
 
 
 def read(name):
@@ -60,12 +60,12 @@ def test_each_bar_shows_the_script_that_ran_and_its_speed_up_over_the_bar_above(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     with made_up_gpu(None, capability) if capability else contextlib.nullcontext():
         (*runs, train, sample), names, widths, labels = execute("ladder")
-    scripts = SCRIPTS[:11] + [FP16] * fp16
+    scripts = SCRIPTS[:11] + [SIDE.fp16] * fp16
     assert runs == [f"{script} --steps 12" for script in scripts] and names == scripts
     assert widths == [1000 * n**2 for n in range(1, len(scripts) + 1)]
     assert labels[:3] == ["1,000", "4,000 (4.00×)", "9,000 (2.25×)"]
     tokens = 4096 if capability else 512  # per step; the training takes a minute
-    script = FP16 if fp16 else f"ddp_run.py --total-batch-size {tokens}"
+    script = SIDE.fp16 if fp16 else f"ddp_run.py --total-batch-size {tokens}"
     assert train == f'{script} --data "input.txt" --steps {round(60 * widths[-1] / tokens)} --save weights.pt'
     assert sample.startswith("pretrain/sample.py weights.pt ")
 

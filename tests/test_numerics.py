@@ -14,23 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    FP16,
-    FUSED,
-    MUON,
-    RECORD,
-    ROOT,
-    RUNGS,
-    SCRIPTS,
-    STEP,
-    STREAM,
-    load,
-    play,
-    save_gpt2,
-    since,
-    versions,
-    watch,
-)
+from conftest import ROOT, RUNGS, SCRIPTS, SIDE, STEP, load, play, save_gpt2, since, versions, watch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from measure import device
@@ -40,7 +24,7 @@ CAPABILITIES = dict(torch.cpu.get_capabilities())
 BF16, TF32, FP16_SPACING = 2**-7, 2**-10, 2**-10  # the distance from 1 to the next number
 FLOAT32 = 2**-20  # eight times the spacing of float32, because float32 matmuls also round their sums
 ALL = list(RUNGS)
-PLAIN_HEAD = [script for script in ALL if script not in (FUSED, RECORD)]  # the others call lm_head to train
+PLAIN_HEAD = [script for script in ALL if script not in (SIDE.fused, SIDE.record)]  # the others call lm_head to train
 
 
 def words(script, steps, length):
@@ -122,7 +106,7 @@ def test_the_first_step_matches_the_previous_rung_in_float32(script, steps):
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("script", [*since(1, 7), FP16, STREAM, RECORD])
+@pytest.mark.parametrize("script", [*since(1, 7), SIDE.fp16, SIDE.stream, SIDE.record])
 def test_the_error_matches_the_precision(script, place, steps, exact):
     """A step's results are off by about the rounding error of its precision, also in the rows with small gradients.
 
@@ -130,7 +114,7 @@ def test_the_error_matches_the_precision(script, place, steps, exact):
     """
     gpu, ampere = place == "cuda", place == "cpu" or torch.cuda.get_device_capability() >= (8, 0)
     dtype, spacing = torch.float32, TF32 if gpu and ampere and script in since(2) else FLOAT32
-    if script == FP16:
+    if script == SIDE.fp16:
         dtype, spacing = torch.float16, FP16_SPACING
     elif script in since(3) and ampere:
         dtype, spacing = torch.bfloat16, BF16
@@ -139,7 +123,7 @@ def test_the_error_matches_the_precision(script, place, steps, exact):
         assert logits.dtype == dtype
         off = error(logits.cpu(), reference.logits)
         assert off <= 2 * spacing and (off >= spacing / 4 or spacing == FLOAT32)
-    assert len(step.logits) == (script != RECORD)
+    assert len(step.logits) == (script != SIDE.record)
     assert step.losses[0] == pytest.approx(reference.loss, rel=max(spacing / 8, 1e-6))  # the loss is float32
     for name, expected in reference.gradients.items():
         grad = step.grads[name].cpu() * float(step.printed["norm"] or 1)  # clipping divided the gradients by the norm
@@ -175,15 +159,13 @@ def test_only_matmuls_are_rounded_and_attention_has_no_mask_where_it_is_fused(sc
     monkeypatch.setattr(load(script).GPT, "forward", record)
     play(script, *words(script, 1, 8))
     half = torch.bfloat16 if script in since(3, among=ALL) else exact
-    half = torch.float16 if script == FP16 else half
-    stream = half if script == STREAM else exact
-    expected = Counter({("embedding", exact): 2, ("add", exact): 1, ("native_layer_norm", stream): 5})
-    expected += Counter(
-        {("add", stream): 2 * layers, ("addmm", half): 4 * layers, ("gelu", half): layers, ("mm", half): 1}
-    )
+    half = torch.float16 if script == SIDE.fp16 else half
+    stream = half if script == SIDE.stream else exact
+    expected = Counter({("embedding", exact): 2, ("add", exact): 1, ("native_layer_norm", stream): 5, ("mm", half): 1})
+    expected += Counter({("add", stream): 2 * layers, ("addmm", half): 4 * layers, ("gelu", half): layers})
     expected += Counter({("_log_softmax", exact): 1, ("nll_loss_forward", exact): 1})
     if half != exact:  # of each block, four weights, four biases and the results of both LayerNorms; of the head, two
-        casts = 8 * layers + 2 if script == STREAM else 10 * layers + 2
+        casts = 8 * layers + 2 if script == SIDE.stream else 10 * layers + 2
         expected += Counter({("_to_copy", half): casts, ("_to_copy", exact): 1})  # the logits, for the loss
     if script in since(6, among=ALL):
         expected["_scaled_dot_product_flash_attention_for_cpu", half] = layers
@@ -212,11 +194,11 @@ def test_the_weights_move_as_the_published_equations_say(script, steps):
     run, m, v = steps(script, autocast=False), Counter(), Counter()
     assert {(bool(group["fused"]), group["eps"]) for step in run for group in step.groups} == {(fused, 1e-8)}
     for t, step in enumerate(run, start=1):
-        lr = (3.6e-3 if script == MUON else 6e-4) * t / 10 if schedule else 3e-4  # the first warm-up steps
+        lr = (3.6e-3 if script == SIDE.muon else 6e-4) * t / 10 if schedule else 3e-4  # the first warm-up steps
         for name in step.grads:
             p, g, after = (found[name].double().numpy() for found in (step.before, step.grads, step.after))
             decay = (0.1 if g.ndim == 2 else 0.0) if gpt3 else 0.01
-            if script == MUON and ".h." in name and g.ndim == 2:
+            if script == SIDE.muon and ".h." in name and g.ndim == 2:
                 m[name] = 0.95 * m[name] + 0.05 * g
                 u, s, vh = np.linalg.svd(0.95 * m[name] + 0.05 * g, full_matrices=False)
                 s /= np.sqrt((s**2).sum())
@@ -234,13 +216,13 @@ def test_the_weights_move_as_the_published_equations_say(script, steps):
 @pytest.mark.parametrize("script", versions("main", "get_lr", among=since(9, among=ALL)))
 def test_a_run_warms_up_for_10_steps_and_falls_to_a_tenth_at_its_own_last_step(script):
     printed = [float(step["lr"]) for step in STEP.finditer(play(script, *words(script, 14, 8)))]
-    peak = 3.6e-3 if script == MUON else 6e-4
+    peak = 3.6e-3 if script == SIDE.muon else 6e-4
     falls = [1, 0.1 + 0.45 * (1 + 0.5**0.5), 0.55, 0.1 + 0.45 * (1 - 0.5**0.5)]  # cosines of 0, 45, 90, 135 degrees
     assert printed == pytest.approx([peak * part for part in [*np.arange(1, 11) / 10, *falls]], rel=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [SCRIPTS[5], FUSED, "branches/activation_checkpointing.py"])
+@pytest.mark.parametrize("script", [SCRIPTS[5], SIDE.fused, "branches/activation_checkpointing.py"])
 def test_ten_compiled_steps_match_eager(script, steps):
     def seen(name, p):
         """Leave out the key bias. Its exact gradient is zero, and AdamW normalizes the rounding errors of the other."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import MUON, ROOT, SCRIPTS, STEP, load, made_up_gpu, watch
+from conftest import ROOT, SCRIPTS, SIDE, STEP, load, made_up_gpu, watch
 
 from measure import plots, quality, records, tables
 
@@ -37,7 +37,7 @@ def train(monkeypatch, capsys):
     torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("script", [BASE, TEN, MUON])
+@pytest.mark.parametrize("script", [BASE, TEN, SIDE.muon])
 def test_measuring_quality_does_not_change_training_and_evaluates_held_out_text(script, train, tmp_path):
     found, printed = train(script, "--seed", "7")
     training, held_out = quality.split(ROOT / "input.txt", tmp_path)
@@ -142,8 +142,8 @@ def test_a_rung_is_compared_with_the_rung_before_at_the_same_seed(measure, monke
 
 def test_with_learning_rates_a_row_is_compared_with_the_best_rate_of_the_first_script(measure):
     losses = {(TEN, "0.001"): (8.0, 8.2), (TEN, "0.002"): (7.4, 7.6)}
-    losses |= {(MUON, "0.001"): (7.5, 7.5), (MUON, "0.002"): (7.0, 7.0)}
-    words = f"--scripts {TEN} {MUON} --max-lr 1e-3 2e-3 3e-3 --steps 100 --seeds 2 --jobs 2"
+    losses |= {(SIDE.muon, "0.001"): (7.5, 7.5), (SIDE.muon, "0.002"): (7.0, 7.0)}
+    words = f"--scripts {TEN} {SIDE.muon} --max-lr 1e-3 2e-3 3e-3 --steps 100 --seeds 2 --jobs 2"
     data, ran, printed = measure(losses, words)
     assert len(ran) == len(data["runs"]) == 12 and "diverged" in printed  # at 3e-3
     rows = quality.compare(data)

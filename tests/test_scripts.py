@@ -11,32 +11,18 @@ import sys
 
 import pytest
 import torch
-from conftest import (
-    BF16_CPU,
-    FP16,
-    LONG,
-    MUON,
-    RECORD,
-    ROOT,
-    SCRIPTS,
-    STEP,
-    SUMMARY,
-    load,
-    play,
-    press_ctrl_c_at,
-    since,
-)
+from conftest import BF16_CPU, LONG, ROOT, SCRIPTS, SIDE, STEP, SUMMARY, load, play, press_ctrl_c_at, since
 
 PARAMETERS = {"baseline.py": 13_790_208} | dict.fromkeys(since(1, 7), 7_357_312) | dict.fromkeys(since(7), 7_363_328)
 STEPS = 4
 # These are also run compiled, in a process of their own: each version of the model, each optimizer and each loop.
-MORE = [SCRIPTS[6], SCRIPTS[7], SCRIPTS[10], "ddp_run.py", LONG, MUON, FP16, RECORD]
+MORE = [SCRIPTS[6], SCRIPTS[7], SCRIPTS[10], "ddp_run.py", LONG, SIDE.muon, SIDE.fp16, SIDE.record]
 ALONE = ["baseline.py", SCRIPTS[5], *(pytest.param(script, marks=pytest.mark.slow) for script in MORE)]
 
 
 def sizes(script):
     """Return flags that shorten a run: fewer micro-steps, or a smaller batch in fp16, which is slow on a CPU."""
-    if script == FP16:
+    if script == SIDE.fp16:
         return ["--batch-size", 2, "--seq-len", 64]
     return ["--total-batch-size", 1024] * (script in since("ddp_run.py"))
 
@@ -55,13 +41,13 @@ def test_a_script_runs_in_a_process_of_its_own_with_the_losses_of_an_eager_run(r
     done = run(script, "--steps", STEPS, *sizes(script), folder=ROOT if "/" in script else tmp_path)
     assert (done.returncode, done.stderr, done.left_behind) == (0, "", []), done.stderr
     eager = play(script, "--steps", STEPS, *sizes(script), full=True)
-    assert done.losses == pytest.approx(losses(eager), abs=1e-2 if BF16_CPU or script == FP16 else 1e-4)
+    assert done.losses == pytest.approx(losses(eager), abs=1e-2 if BF16_CPU or script == SIDE.fp16 else 1e-4)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_learns_and_prints_the_lines_of_the_contract(script):
     printed = play(script, "--steps", STEPS, *sizes(script), full=True)
-    B, T = (2, 64) if script == FP16 else (4, 128)  # 4 and 128 are nano's defaults
+    B, T = (2, 64) if script == SIDE.fp16 else (4, 128)  # 4 and 128 are nano's defaults
     accumulates = script in since("ddp_run.py")
     expected = ["nano .* is the default model on a CPU; --model gpt2 .*"]
     expected += [rf"device cpu \(.+\) \| torch \S+ \| nano {PARAMETERS[script]:,} parameters \| B {B} T {T}"]
@@ -72,11 +58,11 @@ def test_a_script_learns_and_prints_the_lines_of_the_contract(script):
     for line, pattern in zip(lines, [*expected, *STEPS * [STEP.pattern], SUMMARY.pattern], strict=True):
         assert re.fullmatch(pattern, line)
     assert ("no TF32 here" in printed) == (script in since(2))
-    assert ("no bf16 here" in printed) == (script in since(3) and script != FP16 and not BF16_CPU)
+    assert ("no bf16 here" in printed) == (script in since(3) and script != SIDE.fp16 and not BF16_CPU)
     steps, summary = list(STEP.finditer(printed)), SUMMARY.search(printed)
     for number, step in enumerate(steps):
         assert (int(step["step"]), step["norm"] is not None) == (number, script in since(8))
-        assert step["scale"] == ("65536" if script == FP16 else None) and not step["skipped"]
+        assert step["scale"] == ("65536" if script == SIDE.fp16 else None) and not step["skipped"]
     assert (summary["first"], summary["last"]) == ("2", "3")  # below 20 steps, the median skips the first half
     assert float(summary["ms"]) == pytest.approx(statistics.mean(float(step["ms"]) for step in steps[2:]), abs=0.02)
     assert losses(printed)[0] == pytest.approx(math.log(50257), abs=0.25)  # a uniform guess
