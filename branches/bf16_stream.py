@@ -1,12 +1,12 @@
-"""bf16 residual stream (speed): the sum to which every block adds is bf16, so that half as many bytes move.
+"""bf16 residual stream (speed): the sum to which every block adds is bf16, so it takes half as many bytes.
 
 Autocast makes the matmuls bf16, but the embeddings stay float32. In rung 10, the residual stream, to which each block
-adds twice, is therefore float32. Additions, LayerNorms and their backward passes are memory-bound: they take as long as
-it takes to read and write the stream. One cast after the embeddings makes it bf16, in the forward and in the backward
-pass. A step at B 16 then moves 51.5 GB instead of 57.5 GB. The weights stay float32.
+adds twice, is therefore float32. Additions, LayerNorms and their backward passes are memory-bound: their time depends
+on the bytes that they read and write. One cast after the embeddings makes the stream bf16, in the forward and in the
+backward pass. A step at B 16 then moves 51.5 GB instead of 57.5 GB. The weights stay float32.
 
-When it does not help: if matmuls or Python limit the step. bf16 stores only 8 significant bits, so each addition loses
-what is smaller than about 1/512 of the sum. We have trained only small models for a short time with this stream.
+When it does not help: if matmuls or Python limit the step. bf16 stores only 8 significant bits, so each addition rounds
+the sum, by up to 1/256 of it. We have trained only small models for a short time with this stream.
 
     make diff-bf16    shows what this file changes
 """
@@ -110,7 +110,7 @@ class GPT(nn.Module):
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # the residual stream
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # the residual stream, from here on
         for block in self.transformer.h:
             x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, vocab_size)

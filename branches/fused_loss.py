@@ -1,10 +1,10 @@
-"""Fused loss (speed): the forward pass of the loss also computes the gradient, so the logits are read only once.
+"""Fused loss (speed): one kernel computes the loss and its gradient, so it reads the logits from memory only once.
 
 The logits are the largest tensor of a step. Rung 10 reads them in the forward pass to compute the loss, and again in
 the backward pass to compute their gradient, softmax - one-hot. This gradient needs nothing but the logits and the
-targets, so FusedLoss computes it together with the loss: one kernel reads the logits and writes the gradient. At B 16,
-it moves 3.3 GB, and the two kernels of rung 10 move 4.9 GB. Two matmuls then turn it into the gradients of x and of
-the weight, and the backward pass only scales these. With loss_chunks=4, only a quarter of the logits exist at a time.
+targets, so FusedLoss computes it together with the loss. Its kernel goes over each row twice, the second time in the
+cache. At B 16, it moves 3.3 GB, and the two kernels of rung 10 move 4.9 GB. Two matmuls then compute the gradients of x
+and of the weight. The backward pass only scales these. With loss_chunks=4, only a quarter of the logits exist at once.
 
 When it does not help: with a gradient scaler, do not use it. The scaler multiplies the loss by 65536, but only after
 this script's forward pass has rounded small gradients to zero. Evaluation without torch.compile computes gradients that
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class FusedLoss(torch.autograd.Function):
-    """Head and mean cross-entropy, with the gradients in the forward pass. x (N, C), weight (V, C), targets (N,)."""
+    """Head and mean cross-entropy of N = B * T rows. x (N, C), weight (V, C), targets (N,)."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, chunks):
@@ -94,17 +94,17 @@ class FusedLoss(torch.autograd.Function):
             logits = F.linear(rows, weight)  # (N / chunks, V)
             log_p = F.log_softmax(logits.float(), dim=-1)
             loss = loss + F.nll_loss(log_p, target, reduction="sum") / len(x)
-            grad = (log_p.exp() - (ids == target[:, None]).float()) / len(x)  # of the logits: softmax - one-hot
-            grad = grad.to(logits.dtype)  # one bf16 copy serves both matmuls
-            grad_x.append(grad @ weight)
-            grad_weight = grad_weight + (grad.t() @ rows).float()
+            grad_logits = (log_p.exp() - (ids == target[:, None]).float()) / len(x)  # softmax - one-hot
+            grad_logits = grad_logits.to(logits.dtype)  # one bf16 copy for both matmuls
+            grad_x.append(grad_logits @ weight)
+            grad_weight = grad_weight + (grad_logits.t() @ rows).float()
         ctx.save_for_backward(torch.cat(grad_x), grad_weight)
         return loss
 
     @staticmethod
-    def backward(ctx, grad):  # 1, unless the loss was scaled, as in ddp_run.py
+    def backward(ctx, grad_loss):  # grad_loss is 1, unless the loss was scaled, as in ddp_run.py
         grad_x, grad_weight = ctx.saved_tensors
-        return grad * grad_x, grad * grad_weight, None, None
+        return grad_loss * grad_x, grad_loss * grad_weight, None, None
 
 
 class GPT(nn.Module):

@@ -1,13 +1,13 @@
 """Queued steps (speed): Python waits for the GPU only once in ten steps, so the GPU hardly ever waits for Python.
 
 Rung 10 waits for the GPU in each step, to read the clock and the loss. The GPU then has nothing to do until Python has
-printed the line, fetched a batch and launched the first kernels. On an H200 at B 16, no kernel runs during 3.4 ms of a
-step. Here, Python reads the clock and the losses once in ten steps (and after step 0, which compiles). In between, it
-queues the next step while the GPU still computes. The batch is pinned, because a copy from ordinary memory may wait
-for the GPU. Every step still has its line, with the mean dt since the last read.
+fetched the next batch and launched the first kernels. In a profile on an H200 at B 16, no kernel runs during 3.4 ms of
+a step. Here, Python reads the clock and the losses once in ten steps (and after step 0, which compiles). In between, it
+queues the next step while the GPU still computes. The batch is pinned, because a copy from ordinary memory would wait
+for the GPU. Every step still has its line. Its dt is the mean since the last read.
 
-When it does not help: on a CPU, which has no queue. With a large batch, the idle time is a small part of the step. If
-a loss is not finite, the script stops up to nine steps later.
+When it does not help: on a CPU, which has no queue. With a large batch, the idle time is a small part of the step. If a
+loss is not finite, the script stops up to nine steps later.
 
     make diff-queued    shows what this file changes
 """
@@ -205,10 +205,10 @@ def main():
     optimizer = model.configure_optimizers(lr=0.0)  # the loop sets the learning rate
     synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None  # no-op on a CPU
     pin = device.type == "cuda"
-    times, queue, start = [], [], time.perf_counter()  # seconds per step; steps whose losses have not been read
+    times, unread, start = [], [], time.perf_counter()  # seconds per step; steps whose losses Python has not read yet
     try:
         for step in range(args.steps):
-            x, y = (t.pin_memory().to(device, non_blocking=True) if pin else t.to(device) for t in loader.next_batch())
+            x, y = ((t.pin_memory() if pin else t).to(device, non_blocking=pin) for t in loader.next_batch())
             optimizer.zero_grad()
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                 loss = model(x, y)
@@ -218,17 +218,17 @@ def main():
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-            queue.append((step, loss.detach().clone(), lr, norm))  # a CUDA graph's next step would overwrite the loss
+            unread.append((step, loss.detach().clone(), lr, norm))  # with CUDA graphs, the next step overwrites loss
             if step % 10 and step < args.steps - 1:
-                continue  # to the next step, while the GPU still computes this one
+                continue  # Python queues the next step while the GPU computes this one
             synchronize(device)  # Python only queues the GPU's work; the timer would otherwise stop too early
-            times += [(time.perf_counter() - start) / len(queue)] * len(queue)
-            for step, loss, lr, norm in queue:
+            times += [(time.perf_counter() - start) / len(unread)] * len(unread)
+            for step, loss, lr, norm in unread:
                 print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
                 print(f"dt {1000 * times[-1]:8.2f} ms | {B * T / times[-1]:10,.0f} tok/s", flush=True)
                 if not math.isfinite(loss.item()):
                     raise UserError(f"the loss is not finite at step {step}")
-            queue, start = [], time.perf_counter()
+            unread, start = [], time.perf_counter()
     finally:  # runs after Ctrl-C as well
         print_summary(times, B * T, device)
 

@@ -4,7 +4,7 @@ Read bf16_stream.py, fused_loss.py and queued_steps.py first: this file is rung 
 up, because the first moves fewer bytes in the blocks, the second in the loss, and the third removes idle time. A step
 at B 16 moves 49.8 GB instead of 57.5 GB. We predict 28.7 to 30.2 ms on an H200, where rung 10 takes 34.5 ms.
 
-When it does not help: as in the three scripts. On a GPU with a lower bandwidth, the first two should save more time.
+When it does not help: the limits of all three scripts apply. For example, do not use it with a gradient scaler.
 
     make diff-record    shows what this file changes
 """
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class FusedLoss(torch.autograd.Function):
-    """Head and mean cross-entropy, with the gradients in the forward pass. x (N, C), weight (V, C), targets (N,)."""
+    """Head and mean cross-entropy of N = B * T rows. x (N, C), weight (V, C), targets (N,)."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, chunks):
@@ -90,17 +90,17 @@ class FusedLoss(torch.autograd.Function):
             logits = F.linear(rows, weight)  # (N / chunks, V)
             log_p = F.log_softmax(logits.float(), dim=-1)
             loss = loss + F.nll_loss(log_p, target, reduction="sum") / len(x)
-            grad = (log_p.exp() - (ids == target[:, None]).float()) / len(x)  # of the logits: softmax - one-hot
-            grad = grad.to(logits.dtype)  # one bf16 copy serves both matmuls
-            grad_x.append(grad @ weight)
-            grad_weight = grad_weight + (grad.t() @ rows).float()
+            grad_logits = (log_p.exp() - (ids == target[:, None]).float()) / len(x)  # softmax - one-hot
+            grad_logits = grad_logits.to(logits.dtype)  # one bf16 copy for both matmuls
+            grad_x.append(grad_logits @ weight)
+            grad_weight = grad_weight + (grad_logits.t() @ rows).float()
         ctx.save_for_backward(torch.cat(grad_x), grad_weight)
         return loss
 
     @staticmethod
-    def backward(ctx, grad):  # 1, unless the loss was scaled, as in ddp_run.py
+    def backward(ctx, grad_loss):  # grad_loss is 1, unless the loss was scaled, as in ddp_run.py
         grad_x, grad_weight = ctx.saved_tensors
-        return grad * grad_x, grad * grad_weight, None, None
+        return grad_loss * grad_x, grad_loss * grad_weight, None, None
 
 
 class GPT(nn.Module):
@@ -133,7 +133,7 @@ class GPT(nn.Module):
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # the residual stream
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # the residual stream, from here on
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
@@ -231,10 +231,10 @@ def main():
     optimizer = model.configure_optimizers(lr=0.0)  # the loop sets the learning rate
     synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None  # no-op on a CPU
     pin = device.type == "cuda"
-    times, queue, start = [], [], time.perf_counter()  # seconds per step; steps whose losses have not been read
+    times, unread, start = [], [], time.perf_counter()  # seconds per step; steps whose losses Python has not read yet
     try:
         for step in range(args.steps):
-            x, y = (t.pin_memory().to(device, non_blocking=True) if pin else t.to(device) for t in loader.next_batch())
+            x, y = ((t.pin_memory() if pin else t).to(device, non_blocking=pin) for t in loader.next_batch())
             optimizer.zero_grad()
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
                 loss = model(x, y)
@@ -244,17 +244,17 @@ def main():
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-            queue.append((step, loss.detach().clone(), lr, norm))  # a CUDA graph's next step would overwrite the loss
+            unread.append((step, loss.detach().clone(), lr, norm))  # with CUDA graphs, the next step overwrites loss
             if step % 10 and step < args.steps - 1:
-                continue  # to the next step, while the GPU still computes this one
+                continue  # Python queues the next step while the GPU computes this one
             synchronize(device)  # Python only queues the GPU's work; the timer would otherwise stop too early
-            times += [(time.perf_counter() - start) / len(queue)] * len(queue)
-            for step, loss, lr, norm in queue:
+            times += [(time.perf_counter() - start) / len(unread)] * len(unread)
+            for step, loss, lr, norm in unread:
                 print(f"step {step:4d} | loss {loss.item():.6f} | lr {lr:.4e} | norm {norm:.4f}", end=" | ")
                 print(f"dt {1000 * times[-1]:8.2f} ms | {B * T / times[-1]:10,.0f} tok/s", flush=True)
                 if not math.isfinite(loss.item()):
                     raise UserError(f"the loss is not finite at step {step}")
-            queue, start = [], time.perf_counter()
+            unread, start = [], time.perf_counter()
     finally:  # runs after Ctrl-C as well
         print_summary(times, B * T, device)
 

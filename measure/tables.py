@@ -342,11 +342,15 @@ def saved(name):
 
 
 def learned(name):
-    """Return a measurement that quality.py made as Markdown."""
+    """Return a measurement that quality.py made as Markdown, without the columns of time if it has no plot."""
     data = saved(name)
     line, about = quality.conditions(data)
     command, _, date = line.rpartition(", ")
-    return f"`{command}`, {date}: {about}.\n\n{table(quality.cells(data))}"
+    rows = quality.cells(data)
+    if name == LEARNED[-1]:
+        shown = [head for head in rows[0] if head in ("script", "difference") or "held-out" in head]
+        rows = [{head: row[head] for head in shown} for row in rows]
+    return f"`{command}`, {date}: {about}.\n\n{table(rows)}"
 
 
 # ---- the page of a rung

@@ -105,6 +105,7 @@ def test_what_is_printed_and_written_is_what_was_counted(monkeypatch, capsys, tm
     assert rows[0::2] == [[base, "0.0160", "19.0", "5", "12.2", "100%"], [base, "0.0240", "24.0", "6", "15.4", "100%"]]
     assert rows[1::2] == [[one, "0.211", "20.0", "6", "22.2", "55%"], [one, "0.219", "25.0", "7", "25.4", "61%"]]
     assert list(written) == [("gpt2-xl", 2, 3), ("gpt2-xl", 3, 3)]
+    assert list(written["gpt2-xl", 3, 3]) == [rung.file for rung in RUNGS.values() if rung.part == "rung"]
     assert written["gpt2-xl", 3, 3][one] == {HALF: 3, FAST: 3, dear: 1}
     assert list(call("--only", "peers", "10")[1]["gpt2-xl", 4, 1024]) == [RUNGS["10"].file, "measure/peers.py compiled"]
 

@@ -233,6 +233,7 @@ def test_a_value_that_is_not_finite_stops_the_run_and_is_not_saved(script, what,
     monkeypatch.setattr(load(script).GPT, "forward", forward)
     words = words_for(script, steps=2)
     words += ["--checkpoint-dir", tmp_path, "--save-every", 1] * (script in SAVING)
+    words += ["--save", tmp_path / "weights.pt"] * (script in ("ddp_run.py", SIDE.fp16))
     assert SUMMARY.search(refused(script, "--device", "cpu", *words, says="the loss .*is not finite at step 0"))
     assert [path.name for path in tmp_path.glob("*.pt")] == ["step_00000000.pt"] * (script in SAVING)
 
