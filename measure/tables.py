@@ -75,7 +75,7 @@ def table(rows, code=False):
 
 
 def percent(ratio):
-    return f"{ratio:+.1%}".replace("-", "−")
+    return f"{round(ratio, 3) + 0.0:+.1%}".replace("-", "−")  # + 0.0, because -0.0 prints as -0.0
 
 
 def two_sizes(alt, folder, name):

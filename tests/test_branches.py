@@ -52,6 +52,8 @@ def test_the_fused_loss_and_its_gradients_are_those_of_rung_10_for_any_chunks_an
         found.append([loss, *(p.grad for p in model.parameters())])
     for ten, fused in zip(*found, strict=True):
         assert (fused - ten).norm() <= 1e-5 * ten.norm()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(idx, targets).grad_fn.saved_tensors[1].dtype == torch.float32  # the sum over the chunks
 
 
 def test_the_record_is_the_three_side_rungs_in_one_file(tmp_path):

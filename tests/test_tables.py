@@ -69,7 +69,7 @@ def test_a_speed_up_is_of_two_runs_on_one_host_after_the_last_change_of_their_sc
 PREDICTION = {"date": "2026-01-02", "device": "Made Up GPU", "model": "gpt2", "seq_len": 1024, "batch_size": 2}
 PREDICTIONS = [PREDICTION | {"ms": {SIX: [90, 100], FIVE: [300, 400], TEN: [59, 61], SIDE.stream: [50, 55]}}]
 PREDICTIONS += [
-    PREDICTION | {"batch_size": 8, "ms": {TEN: [80, 80]}},
+    PREDICTION | {"batch_size": 8, "ms": {TEN: [98, 98]}},
     PREDICTION | {"device": "B", "ms": {SIX: [1, 2]}},
 ]
 LOG = {"about": "a log", "url": "W", "card": "A100", "batch_size": 4, "seq_len": 1024, "ms": {FIVE: 90.5, SIX: 60}}
@@ -249,7 +249,7 @@ peer_counted: | attention | 0.00 / 0.00 | 12.00 / 1.00 | 3 / 2 |
 peer_counted: | a step | 2.00 / 1.50 | 42.00 / 31.00 | 4 / 3 |
 beyond: Made Up GPU, gpt2, B 2 / 8, T 1024:
 beyond: | script | GB moved | floor, ms | predicted, ms | measured, ms |
-beyond: | 10 Fused AdamW | 22.0 / 34.0 | 11.0 / 21.0 | 59 to 61 / 80 | 60.0 / 100.0 |
+beyond: | 10 Fused AdamW | 22.0 / 34.0 | 11.0 / 21.0 | 59 to 61 / 98 | 60.0 / 100.0 |
 beyond: | bf16 residual stream | 18.0 / 24.0 | 9.0 / 21.0 | 50 to 55 / – |  |
 profiles: | ms per step | rung 10 | `ddp_run.py` | `transformers` | difference from rung 10 |
 profiles: | matmul | 20.0 | 21.1 | 26.6 | +6.6 |
@@ -285,7 +285,7 @@ def test_a_rungs_page_shows_its_measurements_predictions_and_counts_beside_the_r
     assert predicted == [f"{about} 2: 90 to 100 {ours} 192.0 ms, 92% above this.", other]
     assert f"{about} 2: 300 to 400 {ours} 240.0 ms, 20% below this." in tables.measured("05")
     assert f"{about} 2: 59 to 61 {ours} 60.0 ms, as predicted." in tables.measured("10")
-    assert f"{about} 8: 80 {ours} 100.0 ms, 25% above this." in tables.measured("10")
+    assert f"{about} 8: 98 {ours} 100.0 ms, 2% above this." in tables.measured("10")
     assert tables.measured("muon").strip() == "We have not measured the speed of this script yet."
     assert tables.measured("bf16").endswith(f"yet.\n\n{about} 2: 50 to 55 ms per step; not measured yet.\n")
     assert cells(tables.counts_of("bf16"))[3] == "GB moved | 42.0 | 32.0 | −23.8%"
