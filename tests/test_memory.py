@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, RUNGS, SIDE, load, play
+from conftest import LONG, ROOT, RUNGS, SCRIPTS, SIDE, load, play
 
 from measure import attention, memory
 from measure.records import TEN
@@ -65,6 +65,8 @@ def test_the_printed_and_written_figures_are_the_predicted_and_measured_bytes_in
     asked.clear()
     printed = play("measure/memory.py", "--only", "01", device="cuda")
     assert asked == {("gpt2", 1024, True)} and printed.split()[-2:] == ["8.00", "10.50"]  # activations with B 4, peak
+    play("measure/memory.py", "--out", out)
+    assert {row["script"] for row in json.loads(out.read_text())["rows"]} == {*SCRIPTS} - {LONG, SIDE.muon}
     for gib, expected in (0.9, 0), (1.26, 4), (40, 314):  # the peak is constant up to B 2
         assert memory.largest(lambda B: {"weights": max(1.0, 0.75 + 0.125 * B) * 2**30}, gib) == expected
 

@@ -67,7 +67,7 @@ def test_a_speed_up_is_of_two_runs_on_one_host_after_the_last_change_of_their_sc
 # ---- a made-up world: measurements of two devices, counts, predictions and public figures
 
 PREDICTION = {"date": "2026-01-02", "device": "Made Up GPU", "model": "gpt2", "seq_len": 1024, "batch_size": 2}
-PREDICTIONS = [PREDICTION | {"ms": {SIX: [90, 100], FIVE: [300, 400], TEN: [59, 61], SIDE.stream: [50, 55]}}]
+PREDICTIONS = [PREDICTION | {"ms": {SIX: [90, 100], FIVE: [300, 400], TEN: [59, 61], SIDE.stream: [50.5, 55]}}]
 PREDICTIONS += [
     PREDICTION | {"batch_size": 8, "ms": {TEN: [98, 98]}},
     PREDICTION | {"device": "B", "ms": {SIX: [1, 2]}},
@@ -250,7 +250,7 @@ peer_counted: | a step | 2.00 / 1.50 | 42.00 / 31.00 | 4 / 3 |
 beyond: Made Up GPU, gpt2, B 2 / 8, T 1024:
 beyond: | script | GB moved | floor, ms | predicted, ms | measured, ms |
 beyond: | 10 Fused AdamW | 22.0 / 34.0 | 11.0 / 21.0 | 59 to 61 / 98 | 60.0 / 100.0 |
-beyond: | bf16 residual stream | 18.0 / 24.0 | 9.0 / 21.0 | 50 to 55 / – |  |
+beyond: | bf16 residual stream | 18.0 / 24.0 | 9.0 / 21.0 | 50.5 to 55 / – |  |
 profiles: | ms per step | rung 10 | `ddp_run.py` | `transformers` | difference from rung 10 |
 profiles: | matmul | 20.0 | 21.1 | 26.6 | +6.6 |
 profiles: | idle | 5.0 | 4.0 | 3.0 | −2.0 |
@@ -287,7 +287,7 @@ def test_a_rungs_page_shows_its_measurements_predictions_and_counts_beside_the_r
     assert f"{about} 2: 59 to 61 {ours} 60.0 ms, as predicted." in tables.measured("10")
     assert f"{about} 8: 98 {ours} 100.0 ms, 2% above this." in tables.measured("10")
     assert tables.measured("muon").strip() == "We have not measured the speed of this script yet."
-    assert tables.measured("bf16").endswith(f"yet.\n\n{about} 2: 50 to 55 ms per step; not measured yet.\n")
+    assert tables.measured("bf16").endswith(f"yet.\n\n{about} 2: 50.5 to 55 ms per step; not measured yet.\n")
     assert cells(tables.counts_of("bf16"))[3] == "GB moved | 42.0 | 32.0 | −23.8%"
     heading, _, *rest = cells(tables.counts_of("06"))
     assert heading.endswith("`gpt2`, B 4, T 1024 | 05 torch.compile | 06 Flash attention | change")
