@@ -211,8 +211,8 @@ def difference(lines, todo, host):
 def choose_folder(out, todo, host):
     """Return (folder, its lines): an earlier measurement to continue, or a new folder.
 
-    If `out` is None, an earlier measurement of the same device, settings and scripts is continued if its last run is
-    less than a day old. Raises ValueError if `out` contains a different measurement.
+    If `out` is None, an earlier measurement of the same device and settings is continued if its last run is less than a
+    day old and `todo` contains all its scripts. Raises ValueError if `out` contains a different measurement.
     """
     name = f"{'cpu ' if host['device'] == 'cpu' else ''}{host['name']}".lower()
     first = ROOT / "results" / f"{re.sub(r'[^a-z0-9]+', '-', name).strip('-')}-{records.now()[:10]}"
@@ -224,7 +224,8 @@ def choose_folder(out, todo, host):
         differs = difference(lines, todo, host)
         if out and differs:
             raise ValueError(f"{out} was measured {differs}: use another folder")
-        if out or not differs and any((line["started"] or "") > yesterday for line in lines):
+        recent = any((line["started"] or "") > yesterday for line in lines)
+        if out or not differs and recent and {line["script"] for line in lines} <= {run["script"] for run in todo}:
             return folder, lines
     free = itertools.chain([first], (Path(f"{first}-{number}") for number in itertools.count(2)))
     return out or next(folder for folder in free if not folder.exists()), []

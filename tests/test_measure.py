@@ -257,6 +257,7 @@ def test_without_out_a_measurement_of_the_last_day_is_continued_and_no_other(mad
         (1, [], "2026-01-01", [f"{script} {flags}" for script in SCRIPTS[:2]]),  # a CPU gets one pass
         (1, [], "2026-01-01", []),
         (1, ["--batch-size", 5], "2026-01-01-2", None),
+        (1, ["--only", "02"], "2026-01-01-3", None),  # otherwise, a pass would mix runs of different hours
         (3, [], "2026-01-03", None),
     ):
         monkeypatch.setattr(records, "now", lambda days=0, day=day: f"2026-01-{day + days:02d}T10:00:00+00:00")
