@@ -1,10 +1,10 @@
-"""Fused loss (speed): one kernel computes the loss and its gradient, so it reads the logits from memory only once.
+"""Fused loss (speed): one kernel computes the loss and its gradient, so it can read the logits only once.
 
 The logits are the largest tensor of a step. Rung 10 reads them in the forward pass to compute the loss, and again in
 the backward pass to compute their gradient, softmax - one-hot. This gradient needs nothing but the logits and the
-targets, so FusedLoss computes it together with the loss. Its kernel goes over each row twice, the second time in the
-cache. At B 16, it moves 3.3 GB, and the two kernels of rung 10 move 4.9 GB. Two matmuls then compute the gradients of x
-and of the weight. The backward pass only scales these. With loss_chunks=4, only a quarter of the logits exist at once.
+targets, so FusedLoss computes it together with the loss. If a row stays in the cache until its gradient is computed,
+the kernel moves 3.3 GB at B 16, and the two kernels of rung 10 move 4.9 GB. Two matmuls compute the gradients of x and
+of the weight. The backward pass only scales these. With loss_chunks=4, only a quarter of the logits exist at a time.
 
 When it does not help: with a gradient scaler, do not use it. The scaler multiplies the loss by 65536, but only after
 this script's forward pass has rounded small gradients to zero. Evaluation without torch.compile computes gradients that
@@ -36,7 +36,7 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768  # C in the shapes below; B is the batch size, T is the sequence length
-    loss_chunks: int = 1  # 1 is the fastest; with 4, only a quarter of the logits exist at a time
+    loss_chunks: int = 1  # 1 moves the fewest bytes; with 4, only a quarter of the logits exist at a time
 
 
 class CausalSelfAttention(nn.Module):

@@ -1,4 +1,4 @@
-"""Queued steps (speed): Python waits for the GPU only once in ten steps, so the GPU hardly ever waits for Python.
+"""Queued steps (speed): Python waits for the GPU only once in ten steps, so that the GPU need not wait for Python.
 
 Rung 10 waits for the GPU in each step, to read the clock and the loss. The GPU then has nothing to do until Python has
 fetched the next batch and launched the first kernels. In a profile on an H200 at B 16, no kernel runs during 3.4 ms of

@@ -351,6 +351,7 @@ def main():
     )
     parser.add_argument("--out", type=Path, help="also write the results to this file as JSON")
     args = parser.parse_args()
+    # composition() needs the gradients after the step, and Muon has freed its own.
     ladder = [rung for rung in read_ladder() if rung.part != "pretrain" and rung.number != "muon"]
     only = args.only or [rung.number for rung in ladder]
     if unknown := set(only) - {rung.number for rung in ladder}:
