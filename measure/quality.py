@@ -151,7 +151,11 @@ def measure(data, out):
             print(f"{len(data['runs']) - len(done)}/{len(plan)}  {name(new)}: {said}", flush=True)
 
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(settings["jobs"]) as pool:
-        list(pool.map(run_and_save, plan))  # after an error or Ctrl-C, map() starts no further runs
+        try:
+            list(pool.map(run_and_save, plan))
+        except BaseException:  # an error or Ctrl-C, at any time: start no further runs
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def steps_to(run, loss):
