@@ -34,9 +34,10 @@ def project(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start():
-    """Return a function that makes a process in which torch is already imported."""
+    """Return a function that makes a process in which the libraries are already imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "tiktoken", "transformers"])
+    libraries = ["pytest", "tiktoken", "transformers", "pandas", "matplotlib.figure", "torch._inductor.compile_fx"]
+    context.set_forkserver_preload([*libraries, "torch.distributed.checkpoint.state_dict"])
     return context.Process
 
 
@@ -48,7 +49,7 @@ def test_a_mistake_is_caught(mistake, file, project, start, tmp_path):
         wrong = wrong.replace(old, new)
     report = tmp_path / "report.xml"
     words = [f"{project}/tests/{mistake['check'].format(script=file)}", f"-c{project}/pyproject.toml", "-qx"]
-    words += ["--assert=plain", f"--basetemp={tmp_path}/tmp", f"--junitxml={report}"]
+    words += ["--assert=plain", "-pno:unraisableexception", f"--basetemp={tmp_path}/tmp", f"--junitxml={report}"]
     (project / file).write_text(wrong, encoding="utf-8")
     child = start(target=pytest.main, args=(words,))
     try:
