@@ -151,11 +151,8 @@ def measure(data, out):
             print(f"{len(data['runs']) - len(done)}/{len(plan)}  {name(new)}: {said}", flush=True)
 
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(settings["jobs"]) as pool:
-        try:
-            list(pool.map(run_and_save, plan))
-        except BaseException:  # an error or Ctrl-C, at any time: start no further runs
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        # Without threads, Ctrl-C stops the measurement at any time; with them, once all runs are queued.
+        list((pool.map if settings["jobs"] > 1 else map)(run_and_save, plan))
 
 
 def steps_to(run, loss):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import signal
 import time
 from types import SimpleNamespace
 
@@ -141,17 +142,20 @@ def test_a_rung_is_compared_with_the_rung_before_at_the_same_seed(measure, monke
     assert [list(line.get_xdata()) for line in right.lines] == [[1.05, 2.1], [0.55, 1.1]]  # seconds
 
 
-def test_after_ctrl_c_while_the_runs_are_queued_no_further_run_starts(measure, monkeypatch):
-    queue, ran = quality.ThreadPoolExecutor.map, []
+def test_ctrl_c_in_the_first_run_starts_no_other(measure, monkeypatch):
+    ran = []
 
-    def queue_and_press_ctrl_c(pool, _, jobs):
-        queue(pool, lambda job: [ran.append(job), time.sleep(0.1)], jobs)
-        raise KeyboardInterrupt
+    def run(*job):
+        ran.append(job)
+        if len(ran) == 1:
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(0.1)
+        return {"losses": []}
 
-    monkeypatch.setattr(quality.ThreadPoolExecutor, "map", queue_and_press_ctrl_c)
+    monkeypatch.setattr(quality, "run", run)
     with pytest.raises(SystemExit, match="run the same command again to continue"):
         measure({}, f"--scripts {BASE} {ONE} --seeds 10")
-    assert len(ran) < 10
+    assert len(ran) == 1
 
 
 def test_with_learning_rates_a_row_is_compared_with_the_best_rate_of_the_first_script(measure):
