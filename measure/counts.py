@@ -207,13 +207,13 @@ def run_fake(script, flags, mode, patches, cuda=True, environment=None):
         "torch.Tensor.__format__": lambda tensor, form: "",
         "torch.from_numpy": lambda array: fake.from_tensor(from_numpy(array)),
         "torch.nn.Module.to": lambda module, device: module,
-        "torch.use_deterministic_algorithms": lambda mode, warn_only=False: None,
+        "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,  # as for real tensors
     } | patches
     if cuda:
         patches |= {
             "torch.cpu.get_capabilities": lambda: capabilities,
             "torch.nn.functional.softmax": in_float32,
-            "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,
+            "torch.use_deterministic_algorithms": lambda mode, warn_only=False: None,
             "torch.optim.adam._default_to_fused_or_foreach": lambda *_, **__: (False, True),
         }
     environment = {name: value for name, value in os.environ.items() if name not in OVERRIDES} | (environment or {})
@@ -259,17 +259,22 @@ def moved(node, graph):
     return sum(min(size, sum(one.get(name, 0) for one in each)) for name, size in sizes.items())
 
 
-def schedule(float32, graph):
+def schedule(float32, cuda, graph):
     """Schedule a graph and raise Scheduled with its kernels. This function replaces GraphLowering.codegen."""
     from torch._inductor.utils import get_fused_kernel_name
 
     graph.init_wrapper_code()
     graph._update_scheduler()
-    kernels = []
+    kernels, together = [], []
     for node in graph.scheduler.nodes:
         size, parts = moved(node, graph), node.get_nodes()
+        if node.is_extern():
+            together = []
+        elif size and not cuda:  # on a CPU, Inductor puts all nodes between two external kernels into one C++ function
+            size += kernels.pop().bytes if together else 0
+            parts = together = together + list(parts)
         name, flops, precision = f"triton_{get_fused_kernel_name(parts, 'original_aten')}_0", 0, ""
-        if not size or ("attention_for_cpu" in name and not node.is_extern()):
+        if not size or (cuda and "attention_for_cpu" in name and not node.is_extern()):
             continue  # no kernel on a GPU: a view, an extra output, or a layout change for the CPU's attention
         if node.is_extern():
             origins = parts[0].node.origins
@@ -293,11 +298,11 @@ def to_cuda(gm, inputs):
                 node.update_kwarg("device", device)
 
 
-def compiler(recorder, fullgraph):
+def compiler(recorder, fullgraph, cuda=True):
     """Return a replacement for torch.nn.Module.compile.
 
     With this replacement, each call of a compiled module records the kernels that Inductor would run. With `fullgraph`,
-    code outside a graph is an error.
+    code outside a graph is an error. `cuda` is the device to compile for, CUDA or the CPU.
     """
     from torch._inductor import compile_fx
     from torch._inductor.runtime.hints import DeviceProperties
@@ -306,21 +311,23 @@ def compiler(recorder, fullgraph):
     post_grad_passes = compile_fx._recursive_post_grad_passes
 
     def inner(gm, inputs, **options):
-        key = str(gm.graph), *((t.shape, t.dtype) for t in inputs)
+        key = cuda, str(gm.graph), *((t.shape, t.dtype) for t in inputs)
         mine, inputs = copy.deepcopy(gm), list(inputs)
 
         def passes(graph, **how):
             post_grad_passes(graph, **how)
             to_cuda(graph, inputs)
 
-        patches = {
-            "graph.GraphLowering.codegen": lambda graph: schedule(recorder.float32, graph),
+        patches = {"graph.GraphLowering.codegen": lambda graph: schedule(recorder.float32, cuda, graph)}
+        for_cuda = {
             "compile_fx._recursive_post_grad_passes": passes,
             "compile_fx._check_triton_bf16_support": lambda graph: None,
             "scheduler.has_triton": lambda: True,
             "runtime.hints.DeviceProperties.create": lambda device: a100,
         }
-        with patched({f"torch._inductor.{name}": value for name, value in patches.items()}):
+        patches |= for_cuda if cuda else {}
+        patches = {f"torch._inductor.{name}": value for name, value in patches.items()}
+        with patched(patches), torch._inductor.config.patch(fx_graph_cache=False):
             try:
                 if key not in SCHEDULES:
                     compile_fx.compile_fx_inner(mine, inputs, **options)
@@ -356,7 +363,7 @@ def step(rung, model, batch_size, seq_len, cuda=True):
         recorder.kernels, recorder.path = [], ""
 
     flags = {"model": model, "batch_size": batch_size, "seq_len": seq_len, "steps": 2}
-    patches = {"torch.nn.Module.compile": compiler(recorder, fullgraph=rung is not PEER)}
+    patches = {"torch.nn.Module.compile": compiler(recorder, rung is not PEER, cuda)}
     with register_optimizer_step_pre_hook(begin_update), register_optimizer_step_post_hook(end_update):
         run_fake(rung.file, flags, recorder, patches, cuda)
     return steps[-1]
