@@ -1,10 +1,14 @@
-"""Break the step time down by kind of kernel:  python -m measure.kernels speedup_05_compile.py --steps 10
+"""Profile the kernels of a training step:  python -m measure.kernels speedup_05_compile.py --steps 12
 
 This program runs the unmodified script under torch.profiler and profiles 3 steps after 5 warm-up steps. After the
-script's output, it prints one line of JSON: milliseconds per step for each group, the attention kernel that ran, and
-the peak memory that PyTorch reserved, in GiB. On a GPU, the program groups kernels by their names and by the operations
-that launched them. The group "idle" is the time during which no kernel ran. On a CPU, it groups operations and sums
-their self times, which exclude nested operations. The group "idle" is then the time spent in Python and dispatch.
+script's output, it prints one line of JSON, which `make ladder ARGS=--profile` stores: milliseconds per step for each
+group of kernels, the attention kernel that ran, the peak memory that PyTorch reserved, in GiB, and the kernels of the
+step of median length. `make timeline` shows them.
+
+On a GPU, the program groups kernels by their names and by the operations that launched them. On a CPU, a kernel is a
+compiled function or an operation that computes: neither a view nor one that only calls other operations. Operations
+that it calls are part of it. The group "idle" is the time during which no kernel ran. On a CPU, Python and dispatch
+take this time.
 """
 
 import functools
@@ -31,7 +35,7 @@ GROUPS = {
     "softmax and loss": r"softmax|logsumexp|nll_loss|cross_entropy",
     "copies": r"memcpy|memset|direct_copy|aten::(copy_|_to_copy|clone|fill_|zero_|cat|stack)$|"
     r"fused__to_copy(_t|_view)*_\d+$",
-    "normalisation and element-wise": "",
+    "normalization and element-wise": "",
 }
 # cuDNN comes first because the names of its kernels also contain "flash".
 ATTENTION = {
@@ -40,7 +44,9 @@ ATTENTION = {
     "memory-efficient": r"efficient_attention|fmha_cutlass",
     "math": r"attention_math",
 }
-NO_WORK = re.compile(r"CompiledFxGraph|^CompiledFunction|Torch-Compiled|Dynamo|^autograd::engine")
+# Their schemas do not mark them as a view and as a call of two other operations.
+NO_KERNELS = "aten::_unsafe_view", "aten::masked_fill"
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # operations with this key only call other operations
 
 
 def group(name, path=""):
@@ -51,21 +57,70 @@ def group(name, path=""):
     return next(kind for kind in others if re.search(GROUPS[kind], name, re.IGNORECASE))
 
 
-def nested(events):
-    """Return a list of (event, names of the enclosing events in its thread, the event's self time in microseconds).
+@functools.cache
+def computes(name):
+    """Return whether an event of this name on the CPU is a kernel, as defined above."""
+    namespace, _, operation = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace, None), operation, None) if operation.isidentifier() else None
+    if name in NO_KERNELS or not isinstance(packet, torch._ops.OpOverloadPacket):
+        return bool(re.match(r"graph_\d+_cpp_", name))
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    overloads = [one for one in overloads if torch._C._dispatch_has_kernel(one.name())]
+    return not any(one.is_view or one.has_kernel_for_dispatch_key(COMPOSITE) for one in overloads)
 
-    Self time excludes nested events.
-    """
+
+def nested(events):
+    """Return a list of (event, the enclosing events in its thread, outermost first)."""
     done, stacks = [], {}
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         stack = stacks.setdefault(event["tid"], [])
-        while stack and stack[-1][0]["ts"] + stack[-1][0]["dur"] <= event["ts"]:
+        while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
             stack.pop()
-        if stack:
-            stack[-1][2] -= event["dur"]
-        stack.append([event, [around["name"] for around, *_ in stack], event["dur"]])
-        done.append(stack[-1])
+        done.append((event, [*stack]))
+        stack.append(event)
     return done
+
+
+def short(name):
+    """Shorten the name of a GPU's kernel: without namespaces, parameters and most template arguments."""
+    if cutlass := re.search(r"cutlass_\w+", name):
+        return cutlass[0]
+    name = re.sub(r"[<(].*", "", name.replace("(anonymous namespace)::", "").removeprefix("void "))
+    return name.rpartition("::")[2].strip()
+
+
+def kernels_of(events, gpu=False):
+    """Return the kernels in a trace as a list of (start, duration, group, name), sorted by start, in microseconds.
+
+    The name of a GPU's kernel starts with the operation that launched it. If the same operation launched the previous
+    kernel, too, the name starts with "+". Raises ValueError if a GPU's trace contains no kernels.
+    """
+    operations = nested(event for event in events if event["cat"] in ("cpu_op", "user_annotation"))
+    on_gpu = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
+    found, launched_in, before = [], {}, None
+    if gpu and not on_gpu:
+        raise ValueError("the profiler recorded no kernels: this machine may not permit GPU profiling")
+    for event, around in operations:
+        path = " ".join(one["name"] for one in around)
+        first = next((one for one in (*around, event) if computes(one["name"])), None)
+        if first is event and not on_gpu:
+            name = event["name"].removeprefix("aten::")
+            found.append((event["ts"], event["dur"], group(event["name"], path), name))
+        if "External id" in event.get("args", {}):
+            launched_in[event["args"]["External id"]] = first, f"{path} {event['name']}"
+    for kernel in sorted(on_gpu, key=lambda kernel: kernel["ts"]):
+        operation, path = launched_in.get(kernel["args"].get("External id"), (None, ""))
+        kind, name = group(kernel["name"], path), short(kernel["name"])
+        if operation:
+            said = group(operation["name"])
+            # Many kernels have generic names, and the names of cuBLAS kernels do not show whether a matmul belongs to
+            # attention. In these two cases, use the group of the operation that launched the kernel.
+            if kind == "normalization and element-wise" or (kind, said) == ("matmul", "attention"):
+                kind = said
+            name = f"{'+ ' * (operation is before)}{operation['name'].removeprefix('aten::')} {name}"
+        found.append((kernel["ts"], kernel["dur"], kind, name))
+        before = operation
+    return sorted(found, key=lambda kernel: kernel[0])
 
 
 def attention(names):
@@ -83,44 +138,40 @@ def length(spans):
     return covered
 
 
-def in_steps(trace):
-    """Return (the steps, the events within them) from a Chrome trace that torch.profiler wrote."""
+def in_steps(trace, gpu=False):
+    """Return a list of (start, duration, kernels) for the steps of a Chrome trace that torch.profiler wrote.
+
+    A kernel belongs to the step in which it starts. See kernels_of() for the kernels and the errors.
+    """
     events = [event for event in trace if event.get("ph") == "X"]
     # A GPU trace also contains GPU ranges for the steps. They do not cover all kernels, so only CPU ranges are used.
     steps = [e for e in events if e["name"].startswith("ProfilerStep") and e["cat"] == "user_annotation"]
-    start, end = min(step["ts"] for step in steps), max(step["ts"] + step["dur"] for step in steps)
-    return steps, [e for e in events if start <= e["ts"] < end and not e["name"].startswith("ProfilerStep")]
+    kernels = kernels_of([e for e in events if not e["name"].startswith("ProfilerStep")], gpu)
+    steps = sorted((step["ts"], step["dur"]) for step in steps)
+    return [(at, long, [kernel for kernel in kernels if at <= kernel[0] < at + long]) for at, long in steps]
 
 
-def grouped(steps, events, gpu=False):
-    """Return a dict of milliseconds per step by group. Raises ValueError if a GPU's trace contains no kernels."""
-    whole = max(step["ts"] + step["dur"] for step in steps) - min(step["ts"] for step in steps)
-    operations = nested(event for event in events if event.get("cat") in ("cpu_op", "user_annotation"))
-    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    if gpu and not kernels:
-        raise ValueError("the profiler recorded no kernels: this machine may not permit GPU profiling")
-    total = dict.fromkeys(["matmul", "attention", "softmax and loss", "normalisation and element-wise"], 0.0)
-    total |= {"optimizer": 0.0, "copies": 0.0}
-    if kernels:
-        launched_in = {event["args"]["External id"]: (event["name"], " ".join(path)) for event, path, _ in operations
-                       if "External id" in event.get("args", {})}  # fmt: skip
-        for kernel in kernels:
-            operation, path = launched_in.get(kernel["args"].get("External id"), ("", ""))
-            kind = group(kernel["name"], f"{path} {operation}")
-            said = group(operation) if operation.startswith("aten::") else kind
-            # Many kernels have generic names, and the names of cuBLAS kernels do not show whether a matmul belongs to
-            # attention. In these two cases, use the group of the operation that launched the kernel.
-            if kind == "normalisation and element-wise" or (kind, said) == ("matmul", "attention"):
-                kind = said
-            total[kind] += kernel["dur"]
-        busy = length((kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in kernels)
-    else:
-        for event, path, own in operations:
-            if not NO_WORK.search(event["name"]):
-                total[group(event["name"], " ".join(path))] += own
-        busy = sum(total.values())
-    total["idle"] = max(0.0, whole - busy)
+def grouped(steps):
+    """Return a dict of milliseconds per step by group, given the result of in_steps()."""
+    kinds = "matmul", "attention", "softmax and loss", "normalization and element-wise", "optimizer", "copies", "idle"
+    total = dict.fromkeys(kinds, 0.0)
+    for _, whole, kernels in steps:
+        for _, duration, kind, _ in kernels:
+            total[kind] += duration
+        total["idle"] += max(0.0, whole - length((start, start + duration) for start, duration, *_ in kernels))
     return {kind: round(time / 1000 / len(steps), 4) for kind, time in total.items()}
+
+
+def median_step(steps):
+    """Return the step of median length as a dict that can be written as JSON.
+
+    "ms" is its length. Each kernel is [start, duration, place of its name in "names"], in microseconds since the start
+    of the step. Each name is [group, short name].
+    """
+    start, whole, kernels = sorted(steps, key=lambda step: step[1])[len(steps) // 2]
+    names = list(dict.fromkeys(tuple(kernel[2:]) for kernel in kernels))
+    rows = [[round(at - start, 1), round(long, 1), names.index((kind, name))] for at, long, kind, name in kernels]
+    return {"ms": round(whole / 1000, 3), "names": names, "kernels": rows}
 
 
 def profile(run):
@@ -149,13 +200,14 @@ def profile(run):
             run()
         if profiler.step_num < 4 + 1 + STEPS:
             sys.exit("kernels.py: error: the profile needs at least 8 steps")
-        steps, events = in_steps(json.loads(path.read_text())["traceEvents"])
-        (device,) = devices
+        trace = json.loads(path.read_text())["traceEvents"]
+        steps, (device,) = in_steps(trace, gpu), devices
         reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
         return {
-            "groups_ms": grouped(steps, events, gpu),
-            "attention": attention([event["name"] for event in events]),
+            "groups_ms": grouped(steps),
+            "attention": attention([event["name"] for event in trace if event.get("ph") == "X"]),
             "reserved_gib": reserved and round(reserved / 2**30, 2),
+            "step": median_step(steps),
         }
 
 

@@ -24,14 +24,13 @@ from measure.records import speed_up
 INK, RUNG, PEER = "#1f2328", "#3b78c4", "#c8702a"
 ALT = {
     "tokens": "Training speed",
-    "kernels": "Where the step time goes",
     "loss-steps": "Loss over steps",
 }
 GROUPS = {  # the groups of measure/kernels.py, with their colours
     "matmul": "#3b78c4",
     "attention": "#2a9d8f",
     "softmax and loss": "#c8702a",
-    "normalisation and element-wise": "#b8a038",
+    "normalization and element-wise": "#b8a038",
     "optimizer": "#9b5fc0",
     "copies": "#c2527a",
     "idle": "#8b949e",
@@ -46,16 +45,6 @@ matplotlib.rcParams.update(
 )
 
 # ---- a measurement
-
-
-def stacks(axes, names, rows):
-    """Draw a stacked bar for each row: its step time by group of kernels."""
-    left = np.zeros(len(rows))
-    for kind, colour in GROUPS.items():
-        widths = [row["profile"]["groups_ms"][kind] for row in rows]
-        axes.barh(names, widths, left=left, color=colour, label=kind, height=0.7)
-        left += widths
-    axes.invert_yaxis()
 
 
 def about(data):
@@ -84,34 +73,18 @@ def tokens(data, wide=True):
 
 
 def figures(data):
-    """Return {name: figure} for the figures that a records.Measurement has data for."""
+    """Return {name: figure} for a records.Measurement, or {} if it has no successful run."""
     rows = [row for row in data.rows.values() if row["median_ms"]]
     if not rows:
         return {}
-    made = {"tokens": tokens(data)}
-
-    def axes(name, rows, unit):
-        made[name] = Figure(figsize=(10.0, 1.4 + 0.32 * max(8, len(rows))))
-        return made[name].add_subplot(title=f"{ALT[name]}\n{about(data)}", xlabel=unit)
-
-    losses = axes("loss-steps", rows, "step")
-    losses.set_ylabel("loss, nats per token")
+    losses = Figure(figsize=(10.0, 1.4 + 0.32 * max(8, len(rows))))
+    axes = losses.add_subplot(title=f"{ALT['loss-steps']}\n{about(data)}", xlabel="step")
+    axes.set_ylabel("loss, nats per token")
     for place, row in enumerate(rows):
         style = "-" if row["kind"] == "rung" and place < 10 else "--"
-        losses.plot(row["runs"][0]["losses"], style, color=f"C{place % 10}", label=row["script"], linewidth=1.3)
-    if profiled := [row for row in data.rows.values() if row["profile"]]:
-        stacks(
-            axes("kernels", profiled, "milliseconds per step, profiled"), [row["script"] for row in profiled], profiled
-        )
-    for name in made.keys() & {"loss-steps", "kernels"}:
-        made[name].axes[0].legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return made
-
-
-def draw(data, folder):
-    """Write the figures of a records.Measurement into a folder."""
-    for name, figure in figures(data).items():
-        write_svg(figure, Path(folder) / f"{name}.svg")
+        axes.plot(row["runs"][0]["losses"], style, color=f"C{place % 10}", label=row["script"], linewidth=1.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return {"tokens": tokens(data), "loss-steps": losses}
 
 
 # ---- counts

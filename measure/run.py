@@ -30,7 +30,7 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dev.ladder import ROOT, read_ladder
-from measure import device, plots, records
+from measure import device, plots, records, timeline
 from measure.records import OVERRIDES, PEERS, TEN
 
 # kernels.py counts optimizer updates: 4 before the profiler starts, 1 for its warm-up, and 3 profiled. The 4 spare
@@ -265,6 +265,8 @@ def run_missing(todo, lines, folder, args, about, gpu):
             name = f"{run['script']} {settings['batch_size']} {settings.get('compile_mode', '')}"
             cache = Path(caches, re.sub(r"\W+", "_", name))
             line = run | about | execute_run(run, args, gpu, cache, lambda: progress.advance(task))
+            if step := (line["figures"] or {}).pop("step", None):
+                timeline.write(folder, run["script"], step)
             records.append(folder / "runs.jsonl", line)
             lines.append(line)
             progress.console.print(one_line(line), highlight=False, markup=False, soft_wrap=True)
@@ -331,7 +333,8 @@ def report(folder, todo, lines):
     if left := len(runs_left(todo, lines)):
         print(f"{left} of {len(todo)} runs are left: run the same command again", flush=True)
     if lines:
-        plots.draw(data, folder)
+        for name, figure in (plots.figures(data) | timeline.pictures(data, timeline.read(folder))).items():
+            plots.write_svg(figure, folder / f"{name}.svg")
         print(f"plots: {folder}/*.svg")
 
 

@@ -145,7 +145,7 @@ def test_operations_of_a_cpu_are_grouped_by_the_time_spent_in_themselves():
     step += [span("Optimizer.step#AdamW.step", 8000, 1500, "user_annotation")]
     step += [span("aten::mm", 20_000, 5000)]  # after the last step: not counted
     expected = {"matmul": 2.0, "attention": 0.5, "softmax and loss": 0.5, "optimizer": 1.5, "copies": 0.25}
-    expected |= {"normalisation and element-wise": 0.25 + 0.5 + 1.0}  # 1.0 is the self time of aten::linear
+    expected |= {"normalization and element-wise": 0.25 + 0.5 + 1.0}  # 1.0 is the self time of aten::linear
     assert kernels.grouped(*kernels.in_steps(step)) == expected | {"idle": 3.5}
 
 
@@ -203,7 +203,7 @@ def test_a_profile_is_of_three_steps_of_a_gpu_grouped_by_kernel_and_by_what_laun
         found = kernels.profile(train)
         assert events == 8 * ["synchronize", "step"] and recorded == [5, 6, 7]
     assert (found["attention"], found["reserved_gib"]) == ("cuDNN", 2.5)
-    expected = {"matmul": 0.7, "attention": 0.5, "softmax and loss": 1 / 3, "normalisation and element-wise": 1.3 / 3}
+    expected = {"matmul": 0.7, "attention": 0.5, "softmax and loss": 1 / 3, "normalization and element-wise": 1.3 / 3}
     expected |= {"optimizer": 0.2, "copies": 0.6, "idle": 10 - (7.1 + 0.45) / 3}  # ms per step
     assert found["groups_ms"] == pytest.approx(expected, abs=1e-4)
     names = "flash::flash_fwd_kernel", "fmha_cutlassF_f16_sm75", "aten::_scaled_dot_product_attention_math", "aten::bmm"

@@ -150,7 +150,7 @@ bf16_stream {ten:.1f} ms
 counts {5 * kernels / 1000:.0f} ms {lecture[rungs["06"]] - floor:.0f} ms
 counts {colab[rungs["01"]]} ms {colab[TEN]} ms {t4[rungs["01"]]:,} ms {t4[TEN]} ms
 results {muon:.0f} ms {adamw:.0f} ms {attention:.1f} ms {sum(left.values()):.1f} ms {matmul:.1f} ms
-results {left["normalisation and element-wise"]:.1f} ms {attention:.1f} ms {left["idle"]:.1f} ms {loss:.1f} ms
+results {left["normalization and element-wise"]:.1f} ms {attention:.1f} ms {left["idle"]:.1f} ms {loss:.1f} ms
 results {ms["06"]:.1f} ms {ms["07"]:.1f} ms {ten:.1f} ms 1.57 ms 0.193 ms 1.3 ms
 results {ten:.1f} ms {attention:.1f} ms 0.193 ms 1.3 ms
 ddp_run 1.35 s 1.35 s 2.91 ms

@@ -1,0 +1,334 @@
+"""Show the kernels of one training step:  python -m measure.timeline speedup_06_flash_attn.py   (make timeline)
+
+`make ladder ARGS=--profile` writes the kernels of one step of each script to kernels.json, next to the log. From this
+file, the program draws the step of one script. It also prints the 20 kernels that take the most time, beside the FLOPs
+and bytes that measure/counts.py counts for them. Calls of the same kernel with the same counts share a row. The floor
+of a kernel is the longer of two times, FLOPs / peak and bytes / bandwidth, at the measured peaks of the device. A
+kernel far above its floor could become faster. By default, the program reads the latest measurement that has the
+script, GPUs first.
+
+A cell is empty if the counts and the profile contain the kernel a different number of times.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import ConnectionPatch, Patch
+
+from baseline import MODELS
+from dev.ladder import ROOT, read_ladder, title
+from measure import counts, plots, records
+from measure.records import TEN
+
+LAYER = "speedup_04_residual_init.py", TEN  # the scripts whose layers are compared
+FIVE = "speedup_05_compile.py"  # from here on, a step is much shorter and gets its own scale
+KINDS = [*plots.GROUPS]  # the last one is idle
+LABELS = {"softmax and loss": "loss", "normalization and element-wise": "element-wise", "idle": "no kernel runs"}
+ROWS = 20
+
+# ---- the file
+
+
+def read(folder):
+    """Return {script: step} from the kernels.json in a folder, or {} if there is none. See kernels.median_step()."""
+    path = Path(folder) / "kernels.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError:
+        raise ValueError(f"{path}: not JSON") from None
+
+
+def write(folder, script, step):
+    """Add the step of a script to the kernels.json in a folder. After a crash, the old or the new file is intact."""
+    path = Path(folder) / "kernels.json"
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(one, separators=(',', ':'))}"
+        for name, one in (read(folder) | {script: step}).items()
+    ]
+    new = path.with_suffix(".new")
+    new.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    os.replace(new, path)
+
+
+# ---- pictures
+
+
+def parts(step, start, end, count):
+    """Divide the time from start to end, in microseconds, into `count` equal parts and return the group of each.
+
+    Each part shows the group with the most time that has not been shown yet. So kernels that are shorter than a part
+    are merged, but each group keeps its share. Of two kernels that run at once, the first counts until it ends.
+    """
+    edges, reached = np.linspace(start, end, count + 1), start
+    time = np.zeros((len(KINDS), count))
+    for at, long, name in step["kernels"]:
+        begin, reached = max(at, reached), max(at + long, reached)
+        time[KINDS.index(step["names"][name][0])] += np.diff(np.clip(edges, begin, reached))
+    time[-1] = (end - start) / count - time.sum(0)
+    owed, found = np.zeros(len(KINDS)), []
+    for part in time.T:
+        owed += part
+        found.append(KINDS[owed.argmax()])
+        owed[owed.argmax()] -= part.sum()
+    return found
+
+
+def strip(axes, step, start, end, at, count, thickness, across=False):
+    """Draw the step from start to end, in microseconds, as a strip in milliseconds, at a place on the other axis.
+
+    `thickness` is in points. With `across`, time runs along the y-axis. Returns the runs of equal parts as a list of
+    (group, first ms, last ms).
+    """
+    found, edges = parts(step, start, end, count), np.linspace(start, end, count + 1) / 1000
+    changes = [0, *(place for place in range(1, count) if found[place] != found[place - 1]), count]
+    runs = [(found[a], edges[a], edges[b]) for a, b in zip(changes, changes[1:], strict=False)]
+    for kind in {kind for kind, *_ in runs} - {"idle"}:
+        times = np.array([(a, b, np.nan) for name, a, b in runs if name == kind]).ravel() - start / 1000 * across
+        line = (np.full(len(times), at), times) if across else (times, np.full(len(times), at))
+        axes.plot(*line, color=plots.GROUPS[kind], linewidth=thickness, solid_capstyle="butt")
+    return runs
+
+
+def legend(figure, columns):
+    patches = [Patch(facecolor=colour, label=LABELS.get(kind, kind)) for kind, colour in plots.GROUPS.items()]
+    patches[-1].set(facecolor="white", edgecolor=plots.INK, linewidth=0.5)
+    figure.legend(handles=patches, loc="outside lower center", ncols=columns, fontsize=8, handlelength=1.2)
+
+
+def ladder(steps, data, wide=True):
+    """Draw a step of each script as a strip: the uncompiled scripts on one axis, the others enlarged on a second one.
+
+    `steps` maps scripts to steps. The picture is for a wide or a narrow screen.
+    """
+    order = [rung.file for rung in read_ladder() if rung.file in steps]
+    early = order[: order.index(FIVE)] if FIVE in order else order
+    panels = [names for names in (early, order[len(early) :]) if names]
+    figure = Figure(figsize=(10.0 if wide else 4.4, 1.8 + (0.33 if wide else 0.47) * len(order)))
+    figure.suptitle(f"One training step, kernel by kernel\n{plots.about(data)}", x=0.01, ha="left", fontsize=11)
+    grid = figure.subplots(len(panels), height_ratios=[len(names) + 0.5 for names in panels], squeeze=False)[:, 0]
+    for axes, names in zip(grid, panels, strict=True):
+        ends = [steps[name]["ms"] for name in names]
+        limit = max(ends) * (1.12 if wide else 1.02)
+        for place, (name, ms) in enumerate(zip(names, ends, strict=True)):
+            count = max(1, round((720 if wide else 290) * ms / limit))
+            for kind, first, last in strip(axes, steps[name], 0, 1000 * ms, place, count, 15):
+                label = LABELS.get(kind, kind)
+                if kind != "idle" and (last - first) / limit > (0.009 if wide else 0.022) * len(label):
+                    axes.text((first + last) / 2, place, label, color="white", fontsize=7, ha="center", va="center")
+            axes.plot([ms, ms], [place - 0.3, place + 0.3], color=plots.INK, linewidth=1)
+            if wide:
+                axes.annotate(f"{ms:,.1f} ms", (ms, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
+            else:
+                axes.text(0, place - 0.37, f"{title(name)}: {ms:,.1f} ms", fontsize=8.5, va="bottom")
+        axes.set(xlim=(0, limit), ylim=(len(names) - 0.45, -0.55 if wide else -0.9))
+        axes.set_yticks(*(range(len(names)), [title(name) for name in names]) if wide else ([],))
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+    axes.set_xlabel("milliseconds of a profiled step")
+    if len(panels) == 2:  # show which part of the first axis the second one enlarges
+        for share, x in (0, 0), (1, limit):
+            lines = ConnectionPatch((x, len(early) - 0.45), (share, 1), "data", "axes fraction", axesA=grid[0], axesB=grid[1])
+            figure.add_artist(lines)
+            lines.set(color=plots.INK, linestyle=":", linewidth=0.8)
+        grid[0].axvspan(0, limit, color=plots.INK, alpha=0.07, linewidth=0)
+    legend(figure, 7 if wide else 2)
+    return figure
+
+
+def plain(name):
+    """Return the name of a kernel as it appears in a picture or a table, without the parts that say little."""
+    name, fused = re.subn(r"^(graph_\d+_cpp|triton_[a-z]+)_fused_|_\d+$", "", name)
+    if fused > 1:
+        name = re.sub(r"(_to_copy|_unsafe_view|view|select_backward|select|slice|arange|expand|native)_?", "", name)
+        name = "fused " + (name.strip("_") or "copy")
+    return name.removeprefix("_").replace("scaled_dot_product_", "").replace("_for_cpu", "")
+
+
+def column(axes, step, start, end, span):
+    """Draw the kernels from start to end, in microseconds, from top to bottom, and name the longest. `span` is in ms."""
+    count, slots = max(1, round(400 * (end - start) / span / 1000)), 34
+    strip(axes, step, start, end, 0, count, 16, across=True)
+    shown = []  # [middle in ms, length in microseconds, name]
+    for at, long, name in step["kernels"]:
+        kind, name = step["names"][name]
+        if start <= at < end:
+            shown.append([(at - start + long / 2) / 1000, long, plain(name), plots.GROUPS[kind]])
+    shown = sorted(sorted(shown, key=lambda one: -one[1])[:slots])
+    places, gap = [], span / slots
+    for middle, *_ in shown:  # push labels that would overlap down, then back up from the end of the axis
+        places.append(max(middle, places[-1] + gap if places else 0))
+    for place in reversed(range(len(places))):
+        places[place] = min(places[place], places[place + 1] - gap if place + 1 < len(places) else span - gap / 2)
+    for place, (middle, long, name, colour) in zip(places, shown, strict=True):
+        axes.plot([0.25, 0.6, 0.8], [middle, place, place], color=colour, linewidth=0.7, clip_on=False)
+        text = f"{long:,.0f} {name}"
+        axes.text(0.9, place, text if len(text) < 31 else f"{text[:29]}…", fontsize=7, va="center")
+    axes.set(xlim=(-0.25, 4), ylim=(span, 0), xticks=[])
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(labelsize=7)
+
+
+def layer_times(step, layers):
+    """Return ((start, end) of the forward pass, the same of the backward pass) of the middle layer, in microseconds.
+
+    A layer has four matmuls in the forward pass and eight in the backward pass, and the head has one and two. A pass
+    through the layer lasts from the end of the matmul before its first one to the end of its last one. Returns None if
+    the step has a different number of matmuls.
+    """
+    calls = [(at + long, step["names"][name]) for at, long, name in step["kernels"]]
+    ends = [end for end, (kind, name) in calls if kind == "matmul" and name[0] != "+"]
+    if len(ends) != 12 * layers + 3:
+        return None
+    forward = 4 * (layers // 2)
+    backward = 4 * layers + 3 + 8 * (layers - 1 - layers // 2)
+    return (ends[forward - 1], ends[forward + 3]), (ends[backward - 1], ends[backward + 7])
+
+
+def layer(steps, data, wide=True):
+    """Draw the forward and backward pass of one layer, in two scripts side by side, with the names of the kernels."""
+    figure = Figure(figsize=(10.0, 5.6) if wide else (4.4, 10.6))
+    found = {script: layer_times(step, MODELS[data.settings["model"]].n_layer) for script, step in steps.items()}
+    for row, which in enumerate(("forward", "backward")):
+        span = max(times[row][1] - times[row][0] for times in found.values()) / 1000
+        for place, (script, times) in enumerate(found.items()):
+            number = 1 + place + 2 * row
+            axes = figure.add_subplot(*(1, 4) if wide else (2, 2), number)
+            axes.set_title(f"{title(script)[:2]} {which}: {(times[row][1] - times[row][0]) / 1000:.2f} ms", fontsize=9)
+            column(axes, steps[script], *times[row], span)
+    figure.axes[0].set_ylabel("milliseconds, top to bottom", fontsize=8)
+    names = " and ".join(map(title, steps))
+    figure.suptitle(f"One layer in {names}\n{plots.about(data)}", x=0.01, ha="left", fontsize=11 if wide else 9)
+    legend(figure, 7 if wide else 2)
+    return figure
+
+
+def whole(step, script, data, columns=4):
+    """Draw the step of one script in columns of equal length, with the names of the longest kernels."""
+    figure, span = Figure(figsize=(10.0, 6.0)), step["ms"] / columns
+    for place in range(columns):
+        axes = figure.add_subplot(1, columns, place + 1)
+        axes.set_title(f"from {place * span:,.1f} ms", fontsize=9)
+        column(axes, step, 1000 * place * span, 1000 * (place + 1) * span, span)
+    figure.suptitle(f"One step of {script}, {step['ms']:,.1f} ms\n{plots.about(data)}", x=0.01, ha="left", fontsize=11)
+    legend(figure, 7)
+    return figure
+
+
+def pictures(data, steps):
+    """Return {name: figure} for the steps of a measurement, with variants for a narrow screen."""
+    made, both = {}, {script: steps[script] for script in LAYER if script in steps}
+    for name, wide in ("", True), ("-narrow", False):
+        if steps:
+            made[f"steps{name}"] = ladder(steps, data, wide)
+        if len(both) == 2 and all(layer_times(step, MODELS[data.settings["model"]].n_layer) for step in both.values()):
+            made[f"layer{name}"] = layer(both, data, wide)
+    return made
+
+
+# ---- the table
+
+
+def key(name):
+    """Return what the names of the same kernel in a profile and in the counts have in common."""
+    if fused := re.search(r"fused_.*(?=_\d+$)", name):
+        return fused[0]
+    name = name.removeprefix("aten::").split()[0]
+    if "attention" in name:  # the device chooses between several kernels
+        return "attention backward" if "backward" in name else "attention"
+    return name.rstrip("_")  # the counts may have the operation out of place, which moves as many bytes
+
+
+def slowest(step, counted, card=None):
+    """Return the table of the kernels that take the most time as a list of rows, each a dict of heading -> cell.
+
+    `counted` is a list of counts.Kernel in order, and `card` a counts.Card. The first kernels with equal names in both
+    lists are the same kernel, and so on.
+    """
+    calls, mine, its = [], {}, {}  # each call: [name, group, microseconds]
+    for _, long, place in step["kernels"]:
+        kind, name = step["names"][place]
+        if name.startswith("+ "):  # another kernel of the same operation
+            calls[-1][2] += long
+        else:
+            calls.append([name, kind, long])
+            mine.setdefault(key(name), []).append(calls[-1])
+    for kernel in counted:
+        its.setdefault(key(kernel.name), []).append(kernel)
+    rows = {}  # (name, group, counted kernel without its name) -> [calls, microseconds]
+    for name, those in mine.items():
+        same = its.get(name, [])
+        for (name, kind, long), kernel in zip(those, same if len(same) == len(those) else [None] * len(those)):
+            row = rows.setdefault((plain(name), kind, kernel and kernel._replace(name="", group="")), [0, 0.0])
+            row[0], row[1] = row[0] + 1, row[1] + long
+    table = []
+    for (name, kind, kernel), (times, long) in sorted(rows.items(), key=lambda row: -row[1][1])[:ROWS]:
+        floor = card.floor_ms(Counter({kernel: times}))[0] if kernel and card else None
+        table.append(
+            {
+                "kernel": name if len(name) <= 44 else f"{name[:43]}…",
+                "group": LABELS.get(kind, kind),
+                "calls": str(times),
+                "ms": f"{long / 1000:,.2f}",
+                "of the step": f"{long / 1000 / step['ms']:.0%}",
+                "GFLOP": records.number(kernel and times * kernel.flops / 1e9, ",.1f") if kernel and kernel.flops else "",
+                "MB": records.number(kernel and times * kernel.bytes / 1e6, ",.1f"),
+                "floor, ms": records.number(floor, ",.2f"),
+                "ms / floor": records.number(floor and long / 1000 / floor, ".1f"),
+            }
+        )
+    return table
+
+
+def newest(script):
+    """Return the folder of the latest measurement that has the script's kernels, GPUs first, or raise ValueError."""
+    found = []
+    for path in (ROOT / "results").glob("*/kernels.json"):
+        if script in read(path.parent):
+            data = records.load(path.parent)
+            found.append((not data.cpu, data.finished, str(path.parent)))
+    if not found:
+        raise ValueError(f"no measurement in results/ has the kernels of {script}: run make ladder ARGS=--profile")
+    return Path(max(found)[2])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+    parser.add_argument("script", help="a script of the ladder, such as speedup_06_flash_attn.py")
+    parser.add_argument("--results", type=Path, help="folder of a measurement, default: the latest, GPUs first")
+    args = parser.parse_args()
+    ladder = {rung.file: rung for rung in read_ladder()}
+    try:
+        if args.script not in ladder:
+            raise ValueError(f"{args.script}: expected a script of the ladder, such as {TEN}")
+        folder = args.results or newest(args.script)
+        data, steps = records.load(folder), read(folder)
+        if args.script not in steps:
+            raise ValueError(f"{folder} has no kernels of {args.script}: measure it with make ladder ARGS=--profile")
+        step, s, row = steps[args.script], data.settings, data.rows.get(args.script) or {}
+        out = ROOT / "runs" / f"timeline-{Path(args.script).stem}.svg"
+        out.parent.mkdir(exist_ok=True)
+        plots.write_svg(whole(step, args.script, data), out)
+    except (OSError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
+    usual = f", {row['median_ms']:,.1f} ms without the profiler" if row.get("median_ms") else ""
+    print(f"{args.script}, {plots.about(data)}\none step: {step['ms']:,.1f} ms{usual}")
+    times = Counter()
+    for _, long, name in step["kernels"]:
+        times[LABELS.get(step["names"][name][0], step["names"][name][0])] += long / 1000
+    print(", ".join(f"{kind} {ms:,.1f} ms" for kind, ms in times.most_common()), flush=True)
+    card = counts.Card(data.peaks, data.roof["copy_gb_per_s"]) if data.roof else None
+    print("counting a step on fake tensors", file=sys.stderr)
+    about = {key: s[key] for key in ("model", "batch_size", "seq_len")}
+    counted = counts.step(ladder[args.script], **about, cuda=not data.cpu)
+    print(f"\n{records.text(slowest(step, counted, card))}\n\n{out.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
