@@ -11,6 +11,7 @@ help:
 	@echo 'make diff-03     show what rung 03 changes; also diff-ddp, diff-long, diff-train, and side rungs, such as diff-muon'
 	@echo 'make docs        build the site in docs/site/; needs Python 3.11 or later'
 	@echo 'make ladder      measure the scripts on this machine; ARGS="--profile --budget 30"'
+	@echo 'make timeline    draw and list the kernels of one step from the latest profile; ARGS=speedup_06_flash_attn.py'
 	@echo 'make quality     measure the held-out loss of each rung on nano over five seeds; takes about an hour on a CPU'
 	@echo 'make counts      count the FLOPs, bytes and kernels of each rung, without a GPU; ARGS="--card 4090 --batch-size 16"'
 	@echo 'make compare     print one measurement, or two side by side; ARGS="results/ONE results/OTHER"'
@@ -33,6 +34,9 @@ docs: .venv/docs
 
 ladder: .venv/dev
 	.venv/bin/python -m measure.run $(ARGS)
+
+timeline: .venv/dev
+	.venv/bin/python -m measure.timeline $(ARGS)
 
 quality: .venv/dev
 	.venv/bin/python -m measure.quality $(ARGS)
@@ -77,4 +81,4 @@ figures: .venv/dev
 	.venv/bin/python -m pip install -r docs/requirements.txt
 	@touch $@
 
-.PHONY: compare counts docs figures help ladder lint plot propagate quality run test test-all
+.PHONY: compare counts docs figures help ladder lint plot propagate quality run test test-all timeline

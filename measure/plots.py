@@ -26,15 +26,17 @@ ALT = {
     "tokens": "Training speed",
     "loss-steps": "Loss over steps",
 }
-GROUPS = {  # the groups of measure/kernels.py, with their colours
-    "matmul": "#3b78c4",
+# The groups of measure/kernels.py, with their colours. Groups that are often adjacent also differ in brightness.
+GROUPS = {
+    "matmul": "#1f4e9c",
     "attention": "#2a9d8f",
-    "softmax and loss": "#c8702a",
-    "normalization and element-wise": "#b8a038",
-    "optimizer": "#9b5fc0",
-    "copies": "#c2527a",
+    "softmax and loss": "#cf6f22",
+    "normalization and element-wise": "#e3cf6f",
+    "optimizer": "#7d3fa6",
+    "copies": "#f0a3c0",
     "idle": "#8b949e",
 }
+BRIGHT = "normalization and element-wise", "copies"  # text on these colours must be dark
 POINTS = 200  # maximum number of points per training curve; in longer runs, each point is a mean of several steps
 matplotlib.rcParams.update(
     {key: INK for key in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}

@@ -3,7 +3,8 @@
 This program runs each script in its own process, as a user would, and parses the lines that the script prints. A
 pass runs each script once, with the same model, batch size B and sequence length T. The training loops around
 `transformers` (--peers) run next to rung 10. Each finished run becomes a line of runs.jsonl in
-results/<device>-<date>/. At the end, the program prints the tables and draws the plots.
+results/<device>-<date>/. A profile (--profile) also writes the kernels of one step to kernels.json there. At the end,
+the program prints the tables and draws the plots.
 
 --repeat R makes R passes over the ladder. Every second pass runs in reverse order (A B C, C B A, A B C ...), to reduce
 the effect of drift in the machine's speed. A speed-up is the ratio of two step times in the same pass. For each script,

@@ -21,16 +21,18 @@ from functools import cache
 from pathlib import Path
 
 from dev.ladder import ROOT, changed_lines, find, read_ladder, read_toml, title
-from measure import counts, memory, plots, quality, records
+from measure import counts, memory, plots, quality, records, timeline
 from measure.records import TEN, batch_cells, cells, conditions, number, speed_up, step
 
 IMAGES = Path("docs", "pages", "img")
 COUNTED = "gpt2", 4, 1024  # model, B and T of the counts to show, from results/counts.json
 LEARNED = "quality", "quality-optimizer", "muon", "quality-beyond"  # made by quality.py; all but the last are plotted
-PROFILED = "cpu-amd-epyc-2026-11-28"  # the measurement that docs/pages/results.md explains
+PROFILED = "cpu-amd-epyc-2026-11-29-2"  # the measurement that docs/pages/results.md explains
 PRETRAINED = "pretrain-nano-cpu-amd-epyc-2026-11-22"  # a run of pretrain/train.py
 PEER = "transformers, compiled"
 BEYOND = ROOT / "results" / "counts-beyond.json"  # counts of rung 10 and of the side rungs for speed that build on it
+STEPS = "The kernels of one training step of each script, in order, measured on {}"
+LAYER = "The kernels of one layer in rungs 04 and 10, forward and backward, measured on {}"
 FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"  # the cards that the README lists
 
 # ---- what the pages show
@@ -91,6 +93,8 @@ def picture(data, folder):
     memory = f", and its peak memory from {gib[0]:.2f} to {gib[1]:.2f} GiB" if len(gib) == 2 else ""
     old = " Some rungs have changed since this measurement." if data.outdated(data.changed) else ""
     shown = two_sizes(f"Tokens per second of each script, measured on {data.label}", folder, "tokens")
+    if not data.cpu and data.name == getattr(profiled()[0], "name", None):
+        shown = two_sizes(STEPS.format(data.label), folder, "steps")
     return f"""{shown}
 
 **What you gain**: on this GPU, rungs 01 to 10 cut a step of `{s["model"]}` at batch size (B) {s["batch_size"]} from
@@ -341,6 +345,34 @@ def saved(name):
     return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
+@cache
+def profiled():
+    """Return (measurement, {script: step}) for the first measurement with the kernels of baseline.py to rung 10.
+
+    See kernels.median_step() for a step. Without such a measurement, return (None, {}).
+    """
+    rungs = [rung.file for rung in read_ladder() if rung.part == "rung"]
+    for name, data in measurements().items():
+        steps = timeline.read(ROOT / "results" / name)
+        if set(rungs) - {"ddp_run.py"} <= steps.keys():
+            return data, {script: steps[script] for script in rungs if script in steps}
+    return None, {}
+
+
+def kernels(name):
+    """Return a picture of timeline.py as Markdown, with the measurement that it shows. `name` is steps or layer."""
+    data, _ = profiled()
+    if not data:
+        return "We have not profiled all rungs yet."
+    alt = (
+        STEPS
+        if name == "steps"
+        else "The kernels of one layer in rungs 04 and 10, forward and backward, measured on {}"
+    )
+    about = f"{data.label}, B {data.settings['batch_size']}, T {data.settings['seq_len']}, torch {data.host['torch']}"
+    return f"{two_sizes(alt.format(data.label), 'img/', name)}\n\n{about}: `results/{data.name}/kernels.json`."
+
+
 def learned(name):
     """Return a measurement that quality.py made as Markdown, without the columns of time if it has no plot."""
     data = saved(name)
@@ -494,6 +526,8 @@ def parts():
         "fit_measured": fit_measured(),
         "fit_gpu": fit_gpu(whole),
         "profiles": profiles(),
+        "steps": kernels("steps"),
+        "layer": kernels("layer"),
         "peer_counted": peer_counted(),
         "beyond": beyond(data),
         "results": results(measured),
@@ -513,7 +547,7 @@ def draw_plots():
         raise ValueError(f"results/counts.json has no counts for the settings of results/{data.name}: run make counts")
     sums = {script: {kind: counts.totals(step, kind) for kind in plots.GROUPS} for script, step in steps.items()}
     figures = plots.figures(data) | {name: plots.held_out(quality.compare(saved(name))) for name in LEARNED[:-1]}
-    figures.pop("kernels", None)
+    figures |= timeline.pictures(*profiled())
     figures["tokens-narrow"] = plots.tokens(data, wide=False)
     figures["counts"], figures["counts-narrow"] = (plots.three_counts(sums, data, wide) for wide in (True, False))
     figures["pretrained"] = plots.losses({"this run": plots.read(ROOT / "results" / PRETRAINED / "log.jsonl")})

@@ -5,7 +5,7 @@ file, the program draws the step of one script. It also prints the 20 kernels th
 and bytes that measure/counts.py counts for them. Calls of the same kernel with the same counts share a row. The floor
 of a kernel is the longer of two times, FLOPs / peak and bytes / bandwidth, at the measured peaks of the device. A
 kernel far above its floor could become faster. By default, the program reads the latest measurement that has the
-script, GPUs first.
+script.
 
 A cell is empty if the counts and the profile contain the kernel a different number of times.
 """
@@ -25,6 +25,7 @@ from matplotlib.patches import ConnectionPatch, Patch
 from baseline import MODELS
 from dev.ladder import ROOT, read_ladder, title
 from measure import counts, plots, records
+from measure.kernels import grouped
 from measure.records import TEN
 
 LAYER = "speedup_04_residual_init.py", TEN  # the scripts whose layers are compared
@@ -77,6 +78,7 @@ def parts(step, start, end, count):
         owed += part
         found.append(KINDS[owed.argmax()])
         owed[owed.argmax()] -= part.sum()
+        owed *= part.max() < 0.999 * part.sum()  # a long kernel must not end with a remainder of those before it
     return found
 
 
@@ -110,7 +112,7 @@ def ladder(steps, data, wide=True):
     order = [rung.file for rung in read_ladder() if rung.file in steps]
     early = order[: order.index(FIVE)] if FIVE in order else order
     panels = [names for names in (early, order[len(early) :]) if names]
-    figure = Figure(figsize=(10.0 if wide else 4.4, 1.8 + (0.33 if wide else 0.47) * len(order)))
+    figure = Figure(figsize=(10.0 if wide else 4.4, 1.9 + (0.33 if wide else 0.6) * len(order)))
     figure.suptitle(f"One training step, kernel by kernel\n{plots.about(data)}", x=0.01, ha="left", fontsize=11)
     grid = figure.subplots(len(panels), height_ratios=[len(names) + 0.5 for names in panels], squeeze=False)[:, 0]
     for axes, names in zip(grid, panels, strict=True):
@@ -121,12 +123,13 @@ def ladder(steps, data, wide=True):
             for kind, first, last in strip(axes, steps[name], 0, 1000 * ms, place, count, 15):
                 label = LABELS.get(kind, kind)
                 if kind != "idle" and (last - first) / limit > (0.009 if wide else 0.022) * len(label):
-                    axes.text((first + last) / 2, place, label, color="white", fontsize=7, ha="center", va="center")
+                    ink = plots.INK if kind in plots.BRIGHT else "white"
+                    axes.text((first + last) / 2, place, label, color=ink, fontsize=7, ha="center", va="center")
             axes.plot([ms, ms], [place - 0.3, place + 0.3], color=plots.INK, linewidth=1)
             if wide:
                 axes.annotate(f"{ms:,.1f} ms", (ms, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
             else:
-                axes.text(0, place - 0.37, f"{title(name)}: {ms:,.1f} ms", fontsize=8.5, va="bottom")
+                axes.text(0, place - 0.3, f"{title(name)}: {ms:,.1f} ms", fontsize=8.5, va="bottom")
         axes.set(xlim=(0, limit), ylim=(len(names) - 0.45, -0.55 if wide else -0.9))
         axes.set_yticks(*(range(len(names)), [title(name) for name in names]) if wide else ([],))
         axes.tick_params(axis="y", length=0)
@@ -134,7 +137,9 @@ def ladder(steps, data, wide=True):
     axes.set_xlabel("milliseconds of a profiled step")
     if len(panels) == 2:  # show which part of the first axis the second one enlarges
         for share, x in (0, 0), (1, limit):
-            lines = ConnectionPatch((x, len(early) - 0.45), (share, 1), "data", "axes fraction", axesA=grid[0], axesB=grid[1])
+            lines = ConnectionPatch(
+                (x, len(early) - 0.45), (share, 1), "data", "axes fraction", axesA=grid[0], axesB=grid[1]
+            )
             figure.add_artist(lines)
             lines.set(color=plots.INK, linestyle=":", linewidth=0.8)
         grid[0].axvspan(0, limit, color=plots.INK, alpha=0.07, linewidth=0)
@@ -151,26 +156,28 @@ def plain(name):
     return name.removeprefix("_").replace("scaled_dot_product_", "").replace("_for_cpu", "")
 
 
-def column(axes, step, start, end, span):
-    """Draw the kernels from start to end, in microseconds, from top to bottom, and name the longest. `span` is in ms."""
-    count, slots = max(1, round(400 * (end - start) / span / 1000)), 34
+def column(axes, step, start, end, span, wide=True):
+    """Draw the kernels from start to end, in microseconds, from top to bottom, and name the longest.
+
+    `span` is the length of the axis in milliseconds.
+    """
+    count, slots, letters = max(1, round(400 * (end - start) / span / 1000)), 34, 31 if wide else 24
     strip(axes, step, start, end, 0, count, 16, across=True)
-    shown = []  # [middle in ms, length in microseconds, name]
+    shown = []  # (middle in ms, length in microseconds, name)
     for at, long, name in step["kernels"]:
-        kind, name = step["names"][name]
         if start <= at < end:
-            shown.append([(at - start + long / 2) / 1000, long, plain(name), plots.GROUPS[kind]])
+            shown.append(((at - start + long / 2) / 1000, long, plain(step["names"][name][1])))
     shown = sorted(sorted(shown, key=lambda one: -one[1])[:slots])
     places, gap = [], span / slots
     for middle, *_ in shown:  # push labels that would overlap down, then back up from the end of the axis
         places.append(max(middle, places[-1] + gap if places else 0))
     for place in reversed(range(len(places))):
         places[place] = min(places[place], places[place + 1] - gap if place + 1 < len(places) else span - gap / 2)
-    for place, (middle, long, name, colour) in zip(places, shown, strict=True):
-        axes.plot([0.25, 0.6, 0.8], [middle, place, place], color=colour, linewidth=0.7, clip_on=False)
+    for place, (middle, long, name) in zip(places, shown, strict=True):
+        axes.plot([0.25, 0.6, 0.8], [middle, place, place], color=plots.INK, linewidth=0.4, clip_on=False)
         text = f"{long:,.0f} {name}"
-        axes.text(0.9, place, text if len(text) < 31 else f"{text[:29]}…", fontsize=7, va="center")
-    axes.set(xlim=(-0.25, 4), ylim=(span, 0), xticks=[])
+        axes.text(0.9, place, text if len(text) <= letters else f"{text[: letters - 1]}…", fontsize=7, va="center")
+    axes.set(xlim=(-0.25, 4 if wide else 2.6), ylim=(span, 0), xticks=[])
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(labelsize=7)
 
@@ -182,8 +189,11 @@ def layer_times(step, layers):
     through the layer lasts from the end of the matmul before its first one to the end of its last one. Returns None if
     the step has a different number of matmuls.
     """
-    calls = [(at + long, step["names"][name]) for at, long, name in step["kernels"]]
-    ends = [end for end, (kind, name) in calls if kind == "matmul" and name[0] != "+"]
+    ends = []
+    for at, long, place in step["kernels"]:
+        kind, name = step["names"][place]
+        if kind == "matmul":
+            ends[len(ends) - name.startswith("+ ") :] = [at + long]
     if len(ends) != 12 * layers + 3:
         return None
     forward = 4 * (layers // 2)
@@ -201,10 +211,10 @@ def layer(steps, data, wide=True):
             number = 1 + place + 2 * row
             axes = figure.add_subplot(*(1, 4) if wide else (2, 2), number)
             axes.set_title(f"{title(script)[:2]} {which}: {(times[row][1] - times[row][0]) / 1000:.2f} ms", fontsize=9)
-            column(axes, steps[script], *times[row], span)
+            column(axes, steps[script], *times[row], span, wide)
     figure.axes[0].set_ylabel("milliseconds, top to bottom", fontsize=8)
-    names = " and ".join(map(title, steps))
-    figure.suptitle(f"One layer in {names}\n{plots.about(data)}", x=0.01, ha="left", fontsize=11 if wide else 9)
+    heading = f"One layer in {' and '.join(map(title, steps))}\nkernels in microseconds; {plots.about(data)}"
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=11 if wide else 9)
     legend(figure, 7 if wide else 2)
     return figure
 
@@ -216,7 +226,8 @@ def whole(step, script, data, columns=4):
         axes = figure.add_subplot(1, columns, place + 1)
         axes.set_title(f"from {place * span:,.1f} ms", fontsize=9)
         column(axes, step, 1000 * place * span, 1000 * (place + 1) * span, span)
-    figure.suptitle(f"One step of {script}, {step['ms']:,.1f} ms\n{plots.about(data)}", x=0.01, ha="left", fontsize=11)
+    heading = f"One step of {script}, {step['ms']:,.1f} ms\nkernels in microseconds; {plots.about(data)}"
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=11)
     legend(figure, 7)
     return figure
 
@@ -264,7 +275,8 @@ def slowest(step, counted, card=None):
     rows = {}  # (name, group, counted kernel without its name) -> [calls, microseconds]
     for name, those in mine.items():
         same = its.get(name, [])
-        for (name, kind, long), kernel in zip(those, same if len(same) == len(those) else [None] * len(those)):
+        its_or_none = same if len(same) == len(those) else [None] * len(those)
+        for (name, kind, long), kernel in zip(those, its_or_none, strict=True):
             row = rows.setdefault((plain(name), kind, kernel and kernel._replace(name="", group="")), [0, 0.0])
             row[0], row[1] = row[0] + 1, row[1] + long
     table = []
@@ -277,7 +289,9 @@ def slowest(step, counted, card=None):
                 "calls": str(times),
                 "ms": f"{long / 1000:,.2f}",
                 "of the step": f"{long / 1000 / step['ms']:.0%}",
-                "GFLOP": records.number(kernel and times * kernel.flops / 1e9, ",.1f") if kernel and kernel.flops else "",
+                "GFLOP": records.number(kernel and times * kernel.flops / 1e9, ",.1f")
+                if kernel and kernel.flops
+                else "",
                 "MB": records.number(kernel and times * kernel.bytes / 1e6, ",.1f"),
                 "floor, ms": records.number(floor, ",.2f"),
                 "ms / floor": records.number(floor and long / 1000 / floor, ".1f"),
@@ -287,21 +301,17 @@ def slowest(step, counted, card=None):
 
 
 def newest(script):
-    """Return the folder of the latest measurement that has the script's kernels, GPUs first, or raise ValueError."""
-    found = []
-    for path in (ROOT / "results").glob("*/kernels.json"):
-        if script in read(path.parent):
-            data = records.load(path.parent)
-            found.append((not data.cpu, data.finished, str(path.parent)))
-    if not found:
+    """Return the folder of the latest measurement that has the kernels of the script. Raises ValueError if none has."""
+    folders = [path.parent for path in (ROOT / "results").glob("*/kernels.json") if script in read(path.parent)]
+    if not folders:
         raise ValueError(f"no measurement in results/ has the kernels of {script}: run make ladder ARGS=--profile")
-    return Path(max(found)[2])
+    return max(folders, key=lambda folder: records.load(folder).finished)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("script", help="a script of the ladder, such as speedup_06_flash_attn.py")
-    parser.add_argument("--results", type=Path, help="folder of a measurement, default: the latest, GPUs first")
+    parser.add_argument("--results", type=Path, help="folder of a measurement, default: the latest")
     args = parser.parse_args()
     ladder = {rung.file: rung for rung in read_ladder()}
     try:
@@ -319,10 +329,8 @@ def main():
         parser.error(" ".join(str(error).split()))
     usual = f", {row['median_ms']:,.1f} ms without the profiler" if row.get("median_ms") else ""
     print(f"{args.script}, {plots.about(data)}\none step: {step['ms']:,.1f} ms{usual}")
-    times = Counter()
-    for _, long, name in step["kernels"]:
-        times[LABELS.get(step["names"][name][0], step["names"][name][0])] += long / 1000
-    print(", ".join(f"{kind} {ms:,.1f} ms" for kind, ms in times.most_common()), flush=True)
+    times = grouped([(0, 1000 * step["ms"], [(at, long, *step["names"][name]) for at, long, name in step["kernels"]])])
+    print(", ".join(f"{LABELS.get(kind, kind)} {ms:,.1f} ms" for kind, ms in times.items()), flush=True)
     card = counts.Card(data.peaks, data.roof["copy_gb_per_s"]) if data.roof else None
     print("counting a step on fake tensors", file=sys.stderr)
     about = {key: s[key] for key in ("model", "batch_size", "seq_len")}

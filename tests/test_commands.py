@@ -43,7 +43,13 @@ def found():
 
 
 MAKE = dict(run="speedup_10_fused_adamw.py", ladder="measure.run", plot="measure.plots", compare="measure.tables")
-MAKE |= {"diff": "dev.diff", "counts": "measure.counts", "quality": "measure.quality", "propagate": "dev.propagate"}
+MAKE |= {
+    "timeline": "measure.timeline",
+    "diff": "dev.diff",
+    "counts": "measure.counts",
+    "quality": "measure.quality",
+    "propagate": "dev.propagate",
+}
 
 
 def program_of(command):

@@ -137,16 +137,34 @@ def span(name, start, length, category="cpu_op", **args):
     return {"ph": "X", "name": name, "ts": start, "dur": length, "tid": 1, "cat": category, "args": args}
 
 
-def test_operations_of_a_cpu_are_grouped_by_the_time_spent_in_themselves():
-    step = [span("ProfilerStep#5", 0, 10_000, "user_annotation"), span("aten::linear", 1000, 3000)]
-    step += [span("aten::addmm", 1500, 2000), span("aten::bmm", 4000, 500), span("aten::_log_softmax", 4500, 500)]
-    step += [span("aten::gelu", 5000, 250), span("aten::copy_", 5250, 250)]
-    step += [span("graph_0_cpp_fused__to_copy_add_native_layer_norm_2", 5500, 500), span("aten::mul_", 8500, 500)]
-    step += [span("Optimizer.step#AdamW.step", 8000, 1500, "user_annotation")]
-    step += [span("aten::mm", 20_000, 5000)]  # after the last step: not counted
-    expected = {"matmul": 2.0, "attention": 0.5, "softmax and loss": 0.5, "optimizer": 1.5, "copies": 0.25}
-    expected |= {"normalization and element-wise": 0.25 + 0.5 + 1.0}  # 1.0 is the self time of aten::linear
-    assert kernels.grouped(*kernels.in_steps(step)) == expected | {"idle": 3.5}
+def test_kernels_of_a_cpu_are_the_operations_that_compute_each_with_those_that_it_calls():
+    trace = [span("ProfilerStep#5", 0, 10_000, "user_annotation"), span("aten::linear", 1000, 3000)]
+    trace += [span("aten::addmm", 1500, 2000), span("aten::view", 1510, 5), span("aten::bmm", 4000, 500)]
+    trace += [span("aten::_log_softmax", 4500, 500), span("aten::gelu", 5000, 250), span("aten::t", 5250, 9)]
+    trace += [span("aten::to", 5260, 300), span("aten::_to_copy", 5270, 250), span("aten::copy_", 5280, 230)]
+    trace += [
+        span("aten::masked_fill", 5600, 250),
+        span("aten::clone", 5600, 100),
+        span("aten::masked_fill_", 5700, 150),
+    ]
+    trace += [span("graph_0_cpp_fused__to_copy_add_native_layer_norm_2", 6000, 500), span("MmBackward0", 6500, 600)]
+    trace += [span("Optimizer.step#AdamW.step", 8000, 1500, "user_annotation"), span("aten::mul_", 8500, 500)]
+    trace += [span("ProfilerStep#6", 10_000, 6_000, "user_annotation"), span("aten::mm", 11_000, 1000)]
+    trace += [span("ProfilerStep#7", 16_000, 14_000, "user_annotation"), span("aten::mm", 29_500, 1000)]
+    trace += [span("aten::mm", -500, 400), span("aten::mm", 31_000, 5000)]  # outside of the steps: not counted
+    steps = kernels.in_steps(trace)
+    total = {"matmul": 4.0, "attention": 0.5, "softmax and loss": 0.5, "optimizer": 0.5, "copies": 0.35}
+    total |= {"normalization and element-wise": 0.25 + 0.15 + 0.5, "idle": (10 - 4.75) + (6 - 1) + (14 - 1)}
+    assert kernels.grouped(steps) == {kind: pytest.approx(ms / 3, abs=1e-4) for kind, ms in total.items()}
+    step = kernels.median_step(steps)  # of 10, 6 and 14 ms
+    shown = [(start, duration, *step["names"][name]) for start, duration, name in step["kernels"]]
+    assert (
+        step["ms"] == 10
+        and shown[0] == (1500, 2000, "matmul", "addmm")
+        and shown[-1] == (8500, 500, "optimizer", "mul_")
+    )
+    names = "addmm bmm _log_softmax gelu _to_copy clone masked_fill_ graph_0_cpp_fused__to_copy_add_native_layer_norm_2"
+    assert [name for *_, name in shown] == [*names.split(), "mul_"]
 
 
 def test_a_profile_is_of_three_steps_of_a_gpu_grouped_by_kernel_and_by_what_launched_it(monkeypatch):
@@ -172,7 +190,9 @@ def test_a_profile_is_of_three_steps_of_a_gpu_grouped_by_kernel_and_by_what_laun
     monkeypatch.setattr(torch.profiler, "profile", Profiler)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: {"cuda:1": 5 * 2**29}[str(device)])
     monkeypatch.setattr("sys.argv", ["baseline.py"])
-    trace = [span(f"ProfilerStep#{n}", 10_000 * n, 10_000, "user_annotation") for n in (5, 6, 7)]
+    trace = [span("ProfilerStep#5", 50_000, 10_000, "user_annotation")]
+    trace += [span("ProfilerStep#6", 60_000, 12_000, "user_annotation")]
+    trace += [span("ProfilerStep#7", 72_000, 8_000, "user_annotation")]
     trace += [span("ProfilerStep#6", 60_000, 3_000, "gpu_user_annotation")]  # not a fourth step
     launches = ["aten::mm", "aten::bmm", "aten::_softmax", "aten::copy_", "aten::gelu", "aten::_foreach_mul_"]
     trace += [span(name, 50_000 + 100 * i, 50, **{"External id": i}) for i, name in enumerate(launches)]
@@ -182,7 +202,8 @@ def test_a_profile_is_of_three_steps_of_a_gpu_grouped_by_kernel_and_by_what_laun
             kernels.profile(train)
         for name, start, end, launched in (
             ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", 0, 1000, None),
-            ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", 1000, 1200, 1),  # launched by attention
+            ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", 1000, 1100, 1),  # launched by attention
+            ("void cublasLt::splitKreduce_kernel<32, float>(float*)", 1100, 1200, 1),
             ("void cunn_SoftMaxForward", 1200, 1500, 2),
             ("direct_copy_kernel_cuda", 1500, 1900, 3),
             (elementwise, 1900, 2400, 4),
@@ -191,8 +212,8 @@ def test_a_profile_is_of_three_steps_of_a_gpu_grouped_by_kernel_and_by_what_laun
             ("triton_per_fused__to_copy_native_layer_norm_4", 3700, 4500, None),
             ("triton_poi_fused__to_copy_1", 4500, 5450, None),
             (sdpa, 5450, 6450, None),
-            ("cublasLt::splitKreduce_kernel<32>", 5550, 6050, None),  # these two overlap with the one before
-            ("cutlass::Kernel2<cutlass_80_tensorop_s1688_128x256>", 6200, 6500, None),
+            ("cublasLt::splitKreduce_kernel<32>", 5550, 6050, None),  # these two are in another stream
+            ("void cutlass::Kernel2<cutlass_80_tensorop_s1688_128x256>(Params)", 6200, 6500, None),
             ("triton_tem_fused_addmm_gelu_2", 6500, 6800, None),
             ("void fmha_cutlassF_f16_aligned_sm75", 6800, 7100, None),
             ("Memcpy HtoD (Pinned -> Device)", 27_000, 27_450, None),
@@ -206,6 +227,17 @@ def test_a_profile_is_of_three_steps_of_a_gpu_grouped_by_kernel_and_by_what_laun
     expected = {"matmul": 0.7, "attention": 0.5, "softmax and loss": 1 / 3, "normalization and element-wise": 1.3 / 3}
     expected |= {"optimizer": 0.2, "copies": 0.6, "idle": 10 - (7.1 + 0.45) / 3}  # ms per step
     assert found["groups_ms"] == pytest.approx(expected, abs=1e-4)
+    step = found["step"]  # the first one, which is of median length
+    assert step["ms"] == 10 and step["kernels"][2] == [3100, 100, 2] and len(step["kernels"]) == 15
+    shown = [step["names"][name][1] for *_, name in step["kernels"]]
+    assert shown[:4] == [
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN",
+        "bmm sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
+        "+ bmm splitKreduce_kernel",
+        "_softmax cunn_SoftMaxForward",
+    ]
+    assert shown[4:6] == ["copy_ direct_copy_kernel_cuda", "gelu vectorized_elementwise_kernel"]
+    assert "cutlass_80_tensorop_s1688_128x256" in shown and "triton_poi_fused__to_copy_1" in shown
     names = "flash::flash_fwd_kernel", "fmha_cutlassF_f16_sm75", "aten::_scaled_dot_product_attention_math", "aten::bmm"
     assert [kernels.attention([name]) for name in names] == ["flash", "memory-efficient", "math", "written out"]
 

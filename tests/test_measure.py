@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, RUNGS, SCRIPTS, commit_all, play
 
-from measure import device, plots, records, run
+from measure import counts, device, plots, records, run, timeline
 
 FOUR, FIVE, TEN = SCRIPTS[4], SCRIPTS[5], SCRIPTS[10]
 HOST = {"id": "0123abcd", "device": "cpu", "name": "Made Up(R) 9000", "capability": "AVX2", "torch": "2", "cuda": None}
@@ -22,6 +22,7 @@ HOST |= {"device_memory_gib": None}
 GPU = HOST | {"device": "cuda:1", "uuid": "1", "device_memory_gib": 80.0, "driver": "1", "cuda": "1", "cudnn": 91501}
 ROOF = {"copy_gb_per_s": 20.0, "matmul": [{"precision": "bf16", "name": "square", "shape": [8, 8, 8], "tflops": 0.5}]}
 PROFILE = {"groups_ms": dict.fromkeys(plots.GROUPS, 1.25), "attention": "flash", "reserved_gib": 2.5}
+STEP = {"ms": 9.5, "names": [["matmul", "mm"]], "kernels": [[0.5, 8.5, 0]]}
 
 
 def output(times, losses, memory=1.5):
@@ -94,7 +95,7 @@ def made_up(monkeypatch, tmp_path):
     `cut` is the number of the run during which run.py is stopped, as by Ctrl-C or at the end of its time budget. `ran`
     lists the commands that were executed, and `asked` the modules that were asked. The scripts in `fail` fail.
     """
-    state = SimpleNamespace(host=GPU, fail=(), timers=[])
+    state = SimpleNamespace(host=GPU, fail=(), timers=[], drawn=[])
 
     def ask(module, *words):
         state.asked.append(shlex.join(map(str, (module, *words))))
@@ -117,7 +118,8 @@ def made_up(monkeypatch, tmp_path):
         printed = output(
             [999.0 if cold else 99.0] + [30.0 + script] * (count - 1), [9 - n / 8 for n in range(count)], script
         )
-        printed += json.dumps(PROFILE) * ("measure.kernels" in words)
+        profile = PROFILE | {"step": STEP | {"ms": 9.5 + script}}
+        printed += json.dumps(profile) * ("measure.kernels" in words)
         return ("no bf16 here: it takes a GPU that has it\n" if FIVE in words else "") + printed, "", 0
 
     def call(*words, out="out", cut=None):
@@ -143,7 +145,7 @@ def made_up(monkeypatch, tmp_path):
         (device, "load", lambda gpu: "a browser" if gpu == ("1",) else None),
         (device, "reading", lambda gpu: {"clock_mhz": 1000 + state.steps}),
         (device, "find_gpu", lambda *uuid: uuid),
-        (plots, "draw", lambda data, folder: None),
+        (plots, "write_svg", lambda figure, path: state.drawn.append(path.name)),
         (signal, "setitimer", lambda kind, seconds: state.timers.append(seconds)),
     ):
         monkeypatch.setattr(owner, name, value)
@@ -154,7 +156,7 @@ EVERYTHING = "--steps 4 --only 05 --repeat 3 --peers --profile --batches".split(
 OPTIONS = "--model gpt2 --batch-size 3 --seq-len 64 --device cuda:1".split()
 
 
-def test_every_option_reaches_the_scripts_and_each_run_is_logged_as_it_was(made_up, capsys):
+def test_every_option_reaches_the_scripts_and_each_run_is_logged_as_it_was(made_up, tmp_path, capsys):
     lines, state = made_up.call(*EVERYTHING, *OPTIONS, "--budget", 4), made_up.state
     roof, *lines = lines
     flags = "--model gpt2 --batch-size 3 --seq-len 64"
@@ -189,6 +191,10 @@ def test_every_option_reaches_the_scripts_and_each_run_is_logged_as_it_was(made_
     assert lines[1] == lines[1] | about | five  # made-up rung 05 takes 35 ms and 5 GiB, and prints that it lacks bf16
     assert lines[6]["figures"] == PROFILE and lines[6]["step_ms"] is lines[6]["peak_gib"] is None
     assert (lines[6]["script"], lines[6]["settings"]["steps"]) == (FIVE, 12)
+    steps = timeline.read(tmp_path / "out")  # the kernels have a file of their own
+    assert [(script, step["ms"]) for script, step in steps.items()][:3] == [(FOUR, 13.5), (FIVE, 14.5), (TEN, 19.5)]
+    assert len(steps) == 5 and steps[TEN] == STEP | {"ms": 19.5}
+    assert {"tokens.svg", "steps.svg", "steps-narrow.svg"} < set(state.drawn)
     assert lines[17]["settings"] == settings | {"batch_size": 64, "compile_mode": modes[1], "precision": "bf16"}
     roof_line = {"figures": ROOF, "settings": settings | {"precision": None}, "step_ms": None}
     assert roof == roof | about | roof_line | {"gpu": {"before": before, "middle": {"clock_mhz": 1}}}
@@ -290,3 +296,8 @@ def test_make_ladder_measures_a_real_script(tmp_path):
     for row in data.rows.values():
         assert row["error"] is None and [len(one["step_ms"]) for one in row["runs"]] == [2], row["script"]
         assert 0 < row["peak_share"] < 1 and list(row["profile"]["groups_ms"]) == list(plots.GROUPS), row["script"]
+    for script, step in timeline.read(tmp_path).items():
+        counted = counts.step(RUNGS[script], "nano", 1, 16, cuda=False)
+        found = timeline.slowest(step, counted)  # the profile and the counts have the same kernels
+        assert [row["MB"] for row in found if row["kernel"] != "local_scalar_dense"].count("") == 0, (script, found)
+        assert sum(int(row["calls"]) for row in found if row["kernel"] == "mm") == 35, script

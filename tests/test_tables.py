@@ -172,6 +172,7 @@ def world(monkeypatch, tmp_path):
         (tables, "PRETRAINED", "trained"),
         (tables, "recorded", tables.recorded.__wrapped__),  # without the cache
         (tables, "measurements", tables.measurements.__wrapped__),
+        (tables, "profiled", tables.profiled.__wrapped__),
         (tables, "read_toml", TOML.get),
         (counts, "read_toml", TOML.get),
         (counts, "read_counts", lambda *path: {(): COUNTS, (tables.BEYOND,): BEYOND}.get(path, {0: PEER_COUNTS})),
@@ -341,8 +342,6 @@ def test_the_bars_and_curves_of_the_plots_have_their_own_names_and_numbers(world
         shown = [bars(axes)[1] for axes in figure.axes]
         assert shown == [["1,240", "240", "192"], ["3.00", "2.00", "1.50"], ["40", "10", "5"], ["5", "4", "3"]]
     assert bars(column.axes[2])[0]["05 torch.compile"][:2] == [(0, 4), (4, 6)]  # GB: matmul, attention
-    kernels = bars(plots.figures(world["gpu"])["kernels"].axes[0])[0]
-    assert kernels[PEER] == [(0, 26.6), *((26.6 + place, 1) for place in range(5)), (31.6, 3)]
 
 
 def test_training_and_validation_curves_have_their_own_names_and_the_page_their_means(world, tmp_path):
@@ -363,6 +362,19 @@ def test_training_and_validation_curves_have_their_own_names_and_the_page_their_
     assert cells(text)[2:] == ["2 |  | 11.000", "4 | 5.000 | 7.250", "6 | 2.500 | 8.500"]
     assert "lowest validation loss (step 4):\n\n```text\nwritten at 4\n```" in text
     assert "at the end (step 6):\n\n```text\nwritten at 6\n```" in text
+
+
+def test_the_readme_shows_the_kernels_of_a_step_once_a_gpu_has_been_profiled_whole(world, tmp_path):
+    def shown(name, scripts):
+        steps = {script: {"ms": 9.0, "names": [["matmul", "mm"]], "kernels": [[0, 9000, 0]]} for script in scripts}
+        (tmp_path / "results" / name / "kernels.json").write_text(json.dumps(steps))
+        parts = tables.picture(world["gpu"], "img/"), tables.kernels("steps")
+        return [re.findall(r'measured on (.*?)" src="img/(\w+)', text) for text in parts]
+
+    gpu, cpu = "Made Up GPU, gpt2", "CPU: Made Up(R) 9000, nano"
+    assert shown("gpu", [TEN]) == [[(gpu, "tokens")], []]  # not of all rungs
+    assert shown("cpu", LADDER[:11]) == [[(gpu, "tokens")], [(cpu, "steps")]]
+    assert shown("gpu", LADDER) == [[(gpu, "steps")], [(gpu, "steps")]]
 
 
 # ---- what is committed
