@@ -2,7 +2,7 @@
 
 The example above prints the docstring of speedup_02_tf32.py. It then prints git's diff from speedup_01_weight_tying.py
 to this script, without either docstring.
-On a terminal, the diff is a coloured word diff, or a coloured line diff if the script replaces several adjacent lines.
+On a terminal, the diff is a colored word diff, or a colored line diff if the script replaces several adjacent lines.
 If the output is a file or a pipe, the diff is a plain line diff.
 
 The pages and the notebooks contain the same diffs: `make figures` calls the functions from diff() to colab().

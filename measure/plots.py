@@ -26,7 +26,7 @@ ALT = {
     "tokens": "Training speed",
     "loss-steps": "Loss over steps",
 }
-# The groups of measure/kernels.py, with their colours. Groups that are often adjacent also differ in brightness.
+# The groups of measure/kernels.py, with their colors. Groups that are often adjacent also differ in brightness.
 GROUPS = {
     "matmul": "#1f4e9c",
     "attention": "#2a9d8f",
@@ -36,7 +36,7 @@ GROUPS = {
     "copies": "#f0a3c0",
     "idle": "#8b949e",
 }
-BRIGHT = "normalization and element-wise", "copies"  # text on these colours must be dark
+BRIGHT = "normalization and element-wise", "copies"  # text on these colors must be dark
 POINTS = 200  # maximum number of points per training curve; in longer runs, each point is a mean of several steps
 matplotlib.rcParams.update(
     {key: INK for key in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
@@ -60,13 +60,13 @@ def tokens(data, wide=True):
     figure = Figure(figsize=(10.0 if wide else 4.4, 1.4 + 0.32 * max(8, len(rows))))
     axes = figure.add_subplot(xlabel="tokens per second")
     names = [row["script"] if wide or row["kind"] == "peer" else title(row["script"]) for row in rows]
-    speeds, colours = [row["tokens_per_s"] for row in rows], [PEER if row["kind"] == "peer" else RUNG for row in rows]
+    speeds, colors = [row["tokens_per_s"] for row in rows], [PEER if row["kind"] == "peer" else RUNG for row in rows]
     heading = f"{ALT['tokens']} and speed-up over baseline\n{about(data)}"
     figure.suptitle(heading, x=0.01, ha="left", fontsize=12 if wide else 10)
     labels = [speed_up(row["over_baseline"]) for row in rows]
     if wide:
         labels = [f"{row['tokens_per_s']:,.0f} · {label}" for row, label in zip(rows, labels, strict=True)]
-    axes.bar_label(axes.barh(names, speeds, color=colours, height=0.7), labels, padding=4)
+    axes.bar_label(axes.barh(names, speeds, color=colors, height=0.7), labels, padding=4)
     axes.set_xlim(0, 1.4 * max(speeds))
     axes.xaxis.set_major_locator(MaxNLocator(6 if wide else 3))
     axes.xaxis.set_major_formatter("{x:,.0f}")

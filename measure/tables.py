@@ -27,9 +27,7 @@ from measure.records import TEN, batch_cells, cells, conditions, number, speed_u
 IMAGES = Path("docs", "pages", "img")
 COUNTED = "gpt2", 4, 1024  # model, B and T of the counts to show, from results/counts.json
 LEARNED = "quality", "quality-optimizer", "muon", "quality-beyond"  # made by quality.py; all but the last are plotted
-PROFILED = "cpu-amd-epyc-2026-11-29-2"  # the measurement that docs/pages/results.md explains
 PRETRAINED = "pretrain-nano-cpu-amd-epyc-2026-11-22"  # a run of pretrain/train.py
-PEER = "transformers, compiled"
 BEYOND = ROOT / "results" / "counts-beyond.json"  # counts of rung 10 and of the side rungs for speed that build on it
 STEPS = "The kernels of one training step of each script, in order, measured on {}"
 LAYER = "The kernels of one layer in rungs 04 and 10, forward and backward, measured on {}"
@@ -261,24 +259,6 @@ def beyond(data):
         cells = {what: " / ".join(value or "–" for value in values) * any(values) for what, values in row.items()}
         lines.append({"script": title(script)} | cells)
     return f"{data.label}, B {' / '.join(str(size[1]) for size in sizes)}, T 1024:\n\n{table(lines)}"
-
-
-def profiles():
-    """Return the profiles of rung 10 and compiled transformers in PROFILED as Markdown.
-
-    The profile of ddp_run.py, which does the same work as rung 10 on one device, shows the noise.
-    """
-    data, lines = records.load(ROOT / "results" / PROFILED), []
-    rows = [data.rows[script] for script in (TEN, "ddp_run.py", PEER)]
-    groups = [row["profile"]["groups_ms"] | {"a step, not profiled": row["median_ms"]} for row in rows]
-    for kind in groups[0]:
-        ten, ddp, peer = (group[kind] for group in groups)
-        line = {"ms per step": kind, "rung 10": f"{ten:.1f}", "`ddp_run.py`": f"{ddp:.1f}"}
-        more = f"{round(peer - ten, 1) + 0.0:+.1f}".replace("-", "−")  # + 0.0, because -0.0 prints as -0.0
-        lines.append(line | {"`transformers`": f"{peer:.1f}", "difference from rung 10": more})
-    s = data.settings
-    about = f"{data.label}, B {s['batch_size']}, T {s['seq_len']}, torch {data.host['torch']}"
-    return f"{about}, `results/{PROFILED}/`:\n\n{table(lines)}"
 
 
 def peer_counted():
@@ -525,7 +505,6 @@ def parts():
         "fit": fit(),
         "fit_measured": fit_measured(),
         "fit_gpu": fit_gpu(whole),
-        "profiles": profiles(),
         "steps": kernels("steps"),
         "layer": kernels("layer"),
         "peer_counted": peer_counted(),

@@ -91,7 +91,7 @@ def strip(axes, step, start, end, at, count, thickness, across=False):
     found, edges = parts(step, start, end, count), np.linspace(start, end, count + 1) / 1000
     changes = [0, *(place for place in range(1, count) if found[place] != found[place - 1]), count]
     runs = [(found[a], edges[a], edges[b]) for a, b in zip(changes, changes[1:], strict=False)]
-    for kind in {kind for kind, *_ in runs} - {"idle"}:
+    for kind in [kind for kind in KINDS[:-1] if kind in found]:
         times = np.array([(a, b, np.nan) for name, a, b in runs if name == kind]).ravel() - start / 1000 * across
         line = (np.full(len(times), at), times) if across else (times, np.full(len(times), at))
         axes.plot(*line, color=plots.GROUPS[kind], linewidth=thickness, solid_capstyle="butt")
@@ -99,7 +99,7 @@ def strip(axes, step, start, end, at, count, thickness, across=False):
 
 
 def legend(figure, columns):
-    patches = [Patch(facecolor=colour, label=LABELS.get(kind, kind)) for kind, colour in plots.GROUPS.items()]
+    patches = [Patch(facecolor=color, label=LABELS.get(kind, kind)) for kind, color in plots.GROUPS.items()]
     patches[-1].set(facecolor="white", edgecolor=plots.INK, linewidth=0.5)
     figure.legend(handles=patches, loc="outside lower center", ncols=columns, fontsize=8, handlelength=1.2)
 

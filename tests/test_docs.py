@@ -139,6 +139,10 @@ def test_times_and_memory_in_sentences_and_arithmetic_are_the_measured_ones():
     graphs = batches[64, "reduce-overhead"]
     trained = json.loads((ROOT / "results" / "muon.json").read_text(encoding="utf-8"))["runs"]
     muon, adamw = (statistics.median(r["ms"] for r in trained if r["script"] == s) for s in ("branches/muon.py", TEN))
+    cpu = records.load(ROOT / "results" / "cpu-amd-epyc-2026-11-29-2").rows
+    cpu = [
+        cpu[name]["profile"]["groups_ms"]["softmax and loss"] for name in ("transformers, compiled", TEN, "ddp_run.py")
+    ]
     colab, lecture, t4 = (log["ms"] for log in read_toml("results/public.toml")["log"])
     steps = counts.read_counts()["gpt2", 16, 1024]
     kernels, floor = counts.totals(steps[rungs["06"]])[2], counts.Card.read("A100").floor_ms(steps[rungs["06"]])[0]
@@ -149,7 +153,8 @@ beyond {left_8["softmax and loss"] - loss:.1f} ms {gib:.2f} GiB {gib_8:.2f} GiB
 bf16_stream {ten:.1f} ms
 counts {5 * kernels / 1000:.0f} ms {lecture[rungs["06"]] - floor:.0f} ms
 counts {colab[rungs["01"]]} ms {colab[TEN]} ms {t4[rungs["01"]]:,} ms {t4[TEN]} ms
-results {muon:.0f} ms {adamw:.0f} ms {attention:.1f} ms {sum(left.values()):.1f} ms {matmul:.1f} ms
+results {muon:.0f} ms {adamw:.0f} ms {" ".join(f"{ms:.1f} ms" for ms in cpu)}
+results {attention:.1f} ms {sum(left.values()):.1f} ms {matmul:.1f} ms
 results {left["normalization and element-wise"]:.1f} ms {attention:.1f} ms {left["idle"]:.1f} ms {loss:.1f} ms
 results {ms["06"]:.1f} ms {ms["07"]:.1f} ms {ten:.1f} ms 1.57 ms 0.193 ms 1.3 ms
 results {ten:.1f} ms {attention:.1f} ms 0.193 ms 1.3 ms

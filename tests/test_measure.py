@@ -300,4 +300,3 @@ def test_make_ladder_measures_a_real_script(tmp_path):
         counted = counts.step(RUNGS[script], "nano", 1, 16, cuda=False)
         found = timeline.slowest(step, counted)  # the profile and the counts have the same kernels
         assert [row["MB"] for row in found if row["kernel"] != "local_scalar_dense"].count("") == 0, (script, found)
-        assert sum(int(row["calls"]) for row in found if row["kernel"] == "mm") == 35, script

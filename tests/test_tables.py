@@ -168,7 +168,6 @@ def world(monkeypatch, tmp_path):
         (tables, "ROOT", tmp_path),
         (tables, "IMAGES", tmp_path / "img"),
         (tables, "LEARNED", ()),  # test_quality.py checks these numbers
-        (tables, "PROFILED", "gpu"),
         (tables, "PRETRAINED", "trained"),
         (tables, "recorded", tables.recorded.__wrapped__),  # without the cache
         (tables, "measurements", tables.measurements.__wrapped__),
@@ -252,10 +251,6 @@ beyond: Made Up GPU, gpt2, B 2 / 8, T 1024:
 beyond: | script | GB moved | floor, ms | predicted, ms | measured, ms |
 beyond: | 10 Fused AdamW | 22.0 / 34.0 | 11.0 / 21.0 | 59 to 61 / 98 | 60.0 / 100.0 |
 beyond: | bf16 residual stream | 18.0 / 24.0 | 9.0 / 21.0 | 50.5 to 55 / – |  |
-profiles: | ms per step | rung 10 | `ddp_run.py` | `transformers` | difference from rung 10 |
-profiles: | matmul | 20.0 | 21.1 | 26.6 | +6.6 |
-profiles: | idle | 5.0 | 4.0 | 3.0 | −2.0 |
-profiles: | a step, not profiled | 60.0 | 75.0 | 111.4 | +51.4 |
 fit: | script | B 2 | logits, B 2 | activations, B 2 |
 fit: | Fused | 18.0 | 3.0 | 2.5 |
 fit_gpu: | script | predicted, GiB | measured, GiB | error |

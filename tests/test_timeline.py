@@ -31,7 +31,7 @@ def measurement(**more):
 
 
 def drawn(axes, across=False):
-    """Return [(colour, begin, end), ...] of the blocks in a plot, in order."""
+    """Return [(color, begin, end), ...] of the blocks in a plot, in order."""
     found = []
     for strip in (one for one in axes.get_lines() if one.get_solid_capstyle() == "butt" and one.get_linewidth() > 5):
         times = list(strip.get_ydata() if across else strip.get_xdata())
@@ -61,13 +61,13 @@ def test_the_strips_have_their_own_lengths_groups_and_names_in_the_panel_of_thei
         FIVE: step((0, 40_000, "copies", "c"), ms=80.0),
         "transformers": step(ms=1000.0),
     }
-    colours = plots.GROUPS
+    colors = plots.GROUPS
     for wide in True, False:
         figure = timeline.ladder(steps, measurement(), wide)
         upper, lower = figure.axes
-        assert drawn(upper) == [(colours["matmul"], pytest.approx(100, abs=2), pytest.approx(200, abs=2))]
+        assert drawn(upper) == [(colors["matmul"], pytest.approx(100, abs=2), pytest.approx(200, abs=2))]
         expected = [("optimizer", 0, 20), ("copies", 0, 40), ("softmax and loss", 20, 30)]
-        expected = [(colours[kind], pytest.approx(a, abs=0.5), pytest.approx(b, abs=0.5)) for kind, a, b in expected]
+        expected = [(colors[kind], pytest.approx(a, abs=0.5), pytest.approx(b, abs=0.5)) for kind, a, b in expected]
         assert drawn(lower) == expected
         names = ["05 torch.compile", "10 Fused AdamW"]
         if wide:
