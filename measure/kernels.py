@@ -86,7 +86,7 @@ def short(name):
     if cutlass := re.search(r"cutlass_\w+", name):
         return cutlass[0]
     name = re.sub(r"[<(].*", "", name.replace("(anonymous namespace)::", "").removeprefix("void "))
-    return name.rpartition("::")[2].strip()
+    return name.rpartition("::")[2].strip()[:120]
 
 
 def kernels_of(events, gpu=False):

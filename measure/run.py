@@ -266,7 +266,8 @@ def run_missing(todo, lines, folder, args, about, gpu):
             name = f"{run['script']} {settings['batch_size']} {settings.get('compile_mode', '')}"
             cache = Path(caches, re.sub(r"\W+", "_", name))
             line = run | about | execute_run(run, args, gpu, cache, lambda: progress.advance(task))
-            if step := (line["figures"] or {}).pop("step", None):
+            step = (line["figures"] or {}).pop("step", None)
+            if step and run["script"] not in PEERS:
                 timeline.write(folder, run["script"], step)
             records.append(folder / "runs.jsonl", line)
             lines.append(line)
