@@ -363,6 +363,8 @@ def step(rung, model, batch_size, seq_len, cuda=True):
         recorder.kernels, recorder.path = [], ""
 
     flags = {"model": model, "batch_size": batch_size, "seq_len": seq_len, "steps": 2}
+    if rung.kind == "scale":
+        flags["total_batch_size"] = batch_size * seq_len  # one micro-batch per step, as in the other scripts
     patches = {"torch.nn.Module.compile": compiler(recorder, rung is not PEER, cuda)}
     with register_optimizer_step_pre_hook(begin_update), register_optimizer_step_post_hook(end_update):
         run_fake(rung.file, flags, recorder, patches, cuda)

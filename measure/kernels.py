@@ -82,22 +82,24 @@ def nested(events):
 
 
 def short(name):
-    """Shorten the name of a GPU's kernel: without namespaces, parameters and most template arguments."""
+    """Shorten the name of a GPU's kernel: without parameters, PyTorch's namespace and most template arguments."""
     if cutlass := re.search(r"cutlass_\w+", name):
         return cutlass[0]
-    name = re.sub(r"[<(].*", "", name.replace("(anonymous namespace)::", "").removeprefix("void "))
-    return name.rpartition("::")[2].strip()[:120]
+    name, again = name.replace("(anonymous namespace)::", ""), 1
+    while again:
+        name, again = re.subn("<[^<>]*>", "", name)  # the innermost template arguments
+    return name.partition("(")[0].split()[-1].removeprefix("at::native::")[:120]
 
 
 def kernels_of(events, gpu=False):
     """Return the kernels in a trace as a list of (start, duration, group, name), sorted by start, in microseconds.
 
-    The name of a GPU's kernel starts with the operation that launched it. If the same operation launched the previous
-    kernel, too, the name starts with "+". Raises ValueError if a GPU's trace contains no kernels.
+    The name of a GPU's kernel starts with the operation that launched it. If the same call of the operation launched an
+    earlier kernel, too, the name starts with "+". Raises ValueError if a GPU's trace contains no kernels.
     """
     operations = nested(event for event in events if event["cat"] in ("cpu_op", "user_annotation"))
     on_gpu = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
-    found, launched_in, before = [], {}, None
+    found, launched_in, launched = [], {}, set()
     if gpu and not on_gpu:
         raise ValueError("the profiler recorded no kernels: this machine may not permit GPU profiling")
     for event, around in operations:
@@ -117,9 +119,10 @@ def kernels_of(events, gpu=False):
             # attention. In these two cases, use the group of the operation that launched the kernel.
             if kind == "normalization and element-wise" or (kind, said) == ("matmul", "attention"):
                 kind = said
-            name = f"{'+ ' * (operation is before)}{operation['name'].removeprefix('aten::')} {name}"
+            again = "+ " * (id(operation) in launched)
+            launched.add(id(operation))
+            name = f"{again}{operation['name'].removeprefix('aten::')} {name}"
         found.append((kernel["ts"], kernel["dur"], kind, name))
-        before = operation
     return sorted(found, key=lambda kernel: kernel[0])
 
 
@@ -152,7 +155,10 @@ def in_steps(trace, gpu=False):
 
 
 def grouped(steps):
-    """Return a dict of milliseconds per step by group, given the result of in_steps()."""
+    """Return a dict of milliseconds per step by group, given the result of in_steps().
+
+    Kernels that run at the same time both count in their groups, but not twice in the time without a kernel, "idle".
+    """
     kinds = "matmul", "attention", "softmax and loss", "normalization and element-wise", "optimizer", "copies", "idle"
     total = dict.fromkeys(kinds, 0.0)
     for _, whole, kernels in steps:

@@ -26,17 +26,17 @@ ALT = {
     "tokens": "Training speed",
     "loss-steps": "Loss over steps",
 }
-# The groups of measure/kernels.py, with their colors. Groups that are often adjacent also differ in brightness.
+# The groups of measure/kernels.py, with their colors. Matmul, loss and element-wise also differ in brightness.
 GROUPS = {
     "matmul": "#1f4e9c",
-    "attention": "#2a9d8f",
-    "softmax and loss": "#cf6f22",
-    "normalization and element-wise": "#e3cf6f",
+    "attention": "#4fb3a0",
+    "softmax and loss": "#b8551c",
+    "normalization and element-wise": "#eedc82",
     "optimizer": "#7d3fa6",
-    "copies": "#f0a3c0",
+    "copies": "#e77fa9",
     "idle": "#8b949e",
 }
-BRIGHT = "normalization and element-wise", "copies"  # text on these colors must be dark
+BRIGHT = "attention", "normalization and element-wise", "copies"  # text on these colors must be dark
 POINTS = 200  # maximum number of points per training curve; in longer runs, each point is a mean of several steps
 matplotlib.rcParams.update(
     {key: INK for key in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}

@@ -11,6 +11,7 @@ A cell is empty if the counts and the profile contain the kernel a different num
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import ConnectionPatch, Patch
 
@@ -58,6 +60,26 @@ def write(folder, script, step):
     os.replace(new, path)
 
 
+def calls(step):
+    """Return the kernels of a step by call, in order: a list of (name, group, end, duration), in microseconds.
+
+    An operation can launch several kernels. The call has the name and group of the longest one, the end of the last
+    one, and the sum of their durations.
+    """
+    found, latest = [], {}  # a call is a list of (duration, name, group, end); `latest` maps an operation to its call
+    for at, long, place in step["kernels"]:
+        kind, name = step["names"][place]
+        again, name = name.startswith("+ "), name.removeprefix("+ ")
+        if not again:
+            latest[name.split()[0]] = []
+            found.append(latest[name.split()[0]])
+        latest[name.split()[0]].append((long, name, kind, at + long))
+    longest = [(max(call), call) for call in found]
+    return [
+        (name, kind, max(one[-1] for one in call), sum(one[0] for one in call)) for (_, name, kind, _), call in longest
+    ]
+
+
 # ---- pictures
 
 
@@ -90,7 +112,9 @@ def strip(axes, step, start, end, at, count, thickness, across=False):
     """
     found, edges = parts(step, start, end, count), np.linspace(start, end, count + 1) / 1000
     changes = [0, *(place for place in range(1, count) if found[place] != found[place - 1]), count]
-    runs = [(found[a], edges[a], edges[b]) for a, b in zip(changes, changes[1:], strict=False)]
+    runs = [(found[a], edges[a], edges[b]) for a, b in itertools.pairwise(changes)]
+    ends = np.array([start, end]) / 1000 - start / 1000 * across
+    axes.plot(*(([at, at], ends) if across else (ends, [at, at])), color="white", linewidth=thickness)
     for kind in [kind for kind in KINDS[:-1] if kind in found]:
         times = np.array([(a, b, np.nan) for name, a, b in runs if name == kind]).ravel() - start / 1000 * across
         line = (np.full(len(times), at), times) if across else (times, np.full(len(times), at))
@@ -142,6 +166,8 @@ def ladder(steps, data, wide=True):
             )
             figure.add_artist(lines)
             lines.set(color=plots.INK, linestyle=":", linewidth=0.8)
+        grid[0].xaxis.tick_top()  # leaves the space between the panels to these lines
+        grid[0].spines["bottom"].set_visible(False)
         grid[0].axvspan(0, limit, color=plots.INK, alpha=0.07, linewidth=0)
     legend(figure, 7 if wide else 2)
     return figure
@@ -151,7 +177,7 @@ def plain(name):
     """Return the name of a kernel as it appears in a picture or a table, without the parts that say little."""
     name, fused = re.subn(r"^(graph_\d+_cpp|triton_[a-z]+)_fused_|_\d+$", "", name)
     if fused > 1:
-        name = re.sub(r"(_to_copy|_unsafe_view|view|select_backward|select|slice|arange|expand|native)_?", "", name)
+        name = re.sub(r"(?<![a-z])(_to_copy|_unsafe_view|view|select|slice|arange|expand|native)(_|$)", "", name)
         name = "fused " + (name.strip("_") or "copy")
     return name.removeprefix("_").replace("scaled_dot_product_", "").replace("_for_cpu", "")
 
@@ -161,13 +187,14 @@ def column(axes, step, start, end, span, wide=True):
 
     `span` is the length of the axis in milliseconds.
     """
-    count, slots, letters = max(1, round(400 * (end - start) / span / 1000)), 34, 31 if wide else 24
-    strip(axes, step, start, end, 0, count, 16, across=True)
-    shown = []  # (middle in ms, length in microseconds, name)
+    share, slots, letters = (end - start) / span / 1000, 34, 31 if wide else 20
+    strip(axes, step, start, end, 0, max(1, round(400 * share)), 16, across=True)
+    shown = []  # (middle of the visible part in ms, duration in microseconds, name)
     for at, long, name in step["kernels"]:
-        if start <= at < end:
-            shown.append(((at - start + long / 2) / 1000, long, plain(step["names"][name][1])))
-    shown = sorted(sorted(shown, key=lambda one: -one[1])[:slots])
+        if at < end and at + long > start:
+            middle = (max(at, start) + min(at + long, end)) / 2 - start
+            shown.append((middle / 1000, long, plain(step["names"][name][1])))
+    shown = sorted(sorted(shown, key=lambda one: -one[1])[: max(15, round(slots * share))])
     places, gap = [], span / slots
     for middle, *_ in shown:  # push labels that would overlap down, then back up from the end of the axis
         places.append(max(middle, places[-1] + gap if places else 0))
@@ -183,22 +210,21 @@ def column(axes, step, start, end, span, wide=True):
 
 
 def layer_times(step, layers):
-    """Return ((start, end) of the forward pass, the same of the backward pass) of the middle layer, in microseconds.
+    """Return ((start, end) of the forward pass, (start, end) of the backward pass) of one layer, in microseconds.
 
-    A layer has four matmuls in the forward pass and eight in the backward pass, and the head has one and two. A pass
-    through the layer lasts from the end of the matmul before its first one to the end of its last one. Returns None if
-    the step has a different number of matmuls.
+    The layer has the median length of all but the first. A layer has four matmuls in the forward pass and eight in the
+    backward pass, and the head has one and two. A pass through the layer lasts from the end of the matmul before its
+    first one to the end of its last one. Returns None if the step has a different number of matmuls.
     """
-    ends = []
-    for at, long, place in step["kernels"]:
-        kind, name = step["names"][place]
-        if kind == "matmul":
-            ends[len(ends) - name.startswith("+ ") :] = [at + long]
+    ends = [end for _, kind, end, _ in calls(step) if kind == "matmul"]
     if len(ends) != 12 * layers + 3:
         return None
-    forward = 4 * (layers // 2)
-    backward = 4 * layers + 3 + 8 * (layers - 1 - layers // 2)
-    return (ends[forward - 1], ends[forward + 3]), (ends[backward - 1], ends[backward + 7])
+    found = []
+    for number in range(1, layers):
+        forward, backward = 4 * number, 4 * layers + 3 + 8 * (layers - 1 - number)
+        found.append(((ends[forward - 1], ends[forward + 3]), (ends[backward - 1], ends[backward + 7])))
+    found.sort(key=lambda passes: sum(end - start for start, end in passes))
+    return found[len(found) // 2]
 
 
 def layer(steps, data, wide=True):
@@ -250,6 +276,8 @@ def key(name):
     """Return what the names of the same kernel in a profile and in the counts have in common."""
     if fused := re.search(r"fused_.*(?=_\d+$)", name):
         return fused[0]
+    if "HtoD" in name:  # the batch, which the counts create on the device
+        return name
     name = name.removeprefix("aten::").split()[0]
     if "attention" in name:  # the device chooses between several kernels
         return "attention backward" if "backward" in name else "attention"
@@ -262,39 +290,30 @@ def slowest(step, counted, card=None):
     `counted` is a list of counts.Kernel in order, and `card` a counts.Card. The first kernels with equal names in both
     lists are the same kernel, and so on.
     """
-    calls, mine, its = [], {}, {}  # each call: [name, group, microseconds]
-    for _, long, place in step["kernels"]:
-        kind, name = step["names"][place]
-        if name.startswith("+ "):  # another kernel of the same operation
-            calls[-1][2] += long
-        else:
-            calls.append([name, kind, long])
-            mine.setdefault(key(name), []).append(calls[-1])
+    mine, its, rows = {}, {}, {}
+    for call in calls(step):
+        mine.setdefault(key(call[0]), []).append(call)
     for kernel in counted:
         its.setdefault(key(kernel.name), []).append(kernel)
-    rows = {}  # (name, group, counted kernel without its name) -> [calls, microseconds]
-    for name, those in mine.items():
-        same = its.get(name, [])
-        its_or_none = same if len(same) == len(those) else [None] * len(those)
-        for (name, kind, long), kernel in zip(those, its_or_none, strict=True):
+    for same, those in mine.items():
+        alike = its.get(same, []) if len(its.get(same, [])) == len(those) else [None] * len(those)
+        for (name, kind, _, long), kernel in zip(those, alike, strict=True):
             row = rows.setdefault((plain(name), kind, kernel and kernel._replace(name="", group="")), [0, 0.0])
-            row[0], row[1] = row[0] + 1, row[1] + long
+            row[:] = row[0] + 1, row[1] + long
     table = []
     for (name, kind, kernel), (times, long) in sorted(rows.items(), key=lambda row: -row[1][1])[:ROWS]:
-        floor = card.floor_ms(Counter({kernel: times}))[0] if kernel and card else None
+        floor = card.floor_ms(Counter({kernel: times}))[0] if kernel and card else 0
         table.append(
             {
-                "kernel": name if len(name) <= 44 else f"{name[:43]}…",
+                "kernel": f"{name[:43]}…" if name.startswith("fused") and len(name) > 44 else name,
                 "group": LABELS.get(kind, kind),
                 "calls": str(times),
                 "ms": f"{long / 1000:,.2f}",
                 "of the step": f"{long / 1000 / step['ms']:.0%}",
-                "GFLOP": records.number(kernel and times * kernel.flops / 1e9, ",.1f")
-                if kernel and kernel.flops
-                else "",
+                "GFLOP": records.number(kernel and times * kernel.flops / 1e9 or None, ",.1f"),
                 "MB": records.number(kernel and times * kernel.bytes / 1e6, ",.1f"),
-                "floor, ms": records.number(floor, ",.2f"),
-                "ms / floor": records.number(floor and long / 1000 / floor, ".1f"),
+                "floor, ms": records.number(floor or None, ",.2f"),
+                "ms / floor": records.number(long / 1000 / floor if floor >= 0.005 else None, ".1f"),
             }
         )
     return table
@@ -332,7 +351,9 @@ def main():
     times = grouped([(0, 1000 * step["ms"], [(at, long, *step["names"][name]) for at, long, name in step["kernels"]])])
     print(", ".join(f"{LABELS.get(kind, kind)} {ms:,.1f} ms" for kind, ms in times.items()), flush=True)
     card = counts.Card(data.peaks, data.roof["copy_gb_per_s"]) if data.roof else None
-    print("counting a step on fake tensors", file=sys.stderr)
+    mine, its = torch.__version__.partition("+")[0], data.host["torch"].partition("+")[0]
+    other = f"; the profile is of torch {its}, so kernels may differ" if its != mine else ""
+    print(f"counting a step with torch {mine}{other}", file=sys.stderr)
     about = {key: s[key] for key in ("model", "batch_size", "seq_len")}
     counted = counts.step(ladder[args.script], **about, cuda=not data.cpu)
     print(f"\n{records.text(slowest(step, counted, card))}\n\n{out.relative_to(ROOT)}")

@@ -206,7 +206,12 @@ def test_a_profile_is_of_three_steps_of_a_gpu_grouped_by_kernel_and_by_what_laun
             ("void cublasLt::splitKreduce_kernel<32, float>(float*)", 1100, 1200, 1),
             ("void cunn_SoftMaxForward", 1200, 1500, 2),
             ("direct_copy_kernel_cuda", 1500, 1900, 3),
-            (elementwise, 1900, 2400, 4),
+            (
+                "void at::native::vectorized_elementwise_kernel<4, at::native::F<std::array<char*, 2>>>(int)",
+                1900,
+                2400,
+                4,
+            ),
             (elementwise, 2400, 3000, 5),
             ("triton_red_fused__log_softmax_nll_loss_forward_3", 3000, 3700, None),
             ("triton_per_fused__to_copy_native_layer_norm_4", 3700, 4500, None),
@@ -233,7 +238,7 @@ def test_a_profile_is_of_three_steps_of_a_gpu_grouped_by_kernel_and_by_what_laun
     assert shown[:4] == [
         "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN",
         "bmm sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
-        "+ bmm splitKreduce_kernel",
+        "+ bmm cublasLt::splitKreduce_kernel",
         "_softmax cunn_SoftMaxForward",
     ]
     assert shown[4:6] == ["copy_ direct_copy_kernel_cuda", "gelu vectorized_elementwise_kernel"]

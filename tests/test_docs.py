@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, RUNGS, copy_project, only_committed_results
 
 from dev.ladder import read_toml
-from measure import counts, records, tables
+from measure import counts, records, tables, timeline
 from measure.records import TEN
 
 PAGES = sorted((ROOT / "docs" / "pages").glob("**/*.md"))
@@ -143,6 +143,8 @@ def test_times_and_memory_in_sentences_and_arithmetic_are_the_measured_ones():
     cpu = [
         cpu[name]["profile"]["groups_ms"]["softmax and loss"] for name in ("transformers, compiled", TEN, "ddp_run.py")
     ]
+    steps = timeline.read(ROOT / "results" / "cpu-amd-epyc-2026-11-29-2")
+    noise = " ".join(f"{steps[rungs[number]]['ms']:.1f} ms" for number in ("01", "02"))
     colab, lecture, t4 = (log["ms"] for log in read_toml("results/public.toml")["log"])
     steps = counts.read_counts()["gpt2", 16, 1024]
     kernels, floor = counts.totals(steps[rungs["06"]])[2], counts.Card.read("A100").floor_ms(steps[rungs["06"]])[0]
@@ -173,7 +175,8 @@ speedup_05_compile {left_reg["copies"]:.1f} ms {left["copies"]:.1f} ms {reg:.1f}
 speedup_05_compile {gib:.2f} GiB {gib_reg:.2f} GiB
 speedup_06_flash_attn {ms["05"]:.0f} ms {first.rows[rungs["05"]]["peak_gib"]:.0f} GiB
 speedup_10_fused_adamw {ms["09"]:.0f} ms
-scale {lecture[TEN]} ms 2.88 s"""
+scale {lecture[TEN]} ms 2.88 s
+timeline {noise}"""
     found = []
     for page in PAGES:
         for text in [

@@ -33,7 +33,7 @@ def measurement(**more):
 def drawn(axes, across=False):
     """Return [(color, begin, end), ...] of the blocks in a plot, in order."""
     found = []
-    for strip in (one for one in axes.get_lines() if one.get_solid_capstyle() == "butt" and one.get_linewidth() > 5):
+    for strip in (one for one in axes.get_lines() if one.get_linewidth() > 5 and one.get_color() != "white"):
         times = list(strip.get_ydata() if across else strip.get_xdata())
         found += [(to_hex(strip.get_color()), *map(float, times[at : at + 2])) for at in range(0, len(times), 3)]
     return sorted(found, key=lambda one: one[1:])
@@ -83,41 +83,54 @@ def test_the_strips_have_their_own_lengths_groups_and_names_in_the_panel_of_thei
 def test_a_layer_is_between_its_matmuls_and_both_scripts_have_the_same_scale():
     def rung(layers, length):
         """Return a step of matmuls, each of which takes `length` and has one kernel after it."""
-        found, at = [], 0
+        found, more = [], {7: 10, 11: 16}  # the last matmuls of layers 1 and 2 launch a second kernel
         for number in range(12 * layers + 3):
+            at = 2 * length * number
             found.append((at, length, "matmul", f"mm {number}"))
-            found += [(at + length, 10, "matmul", "+ mm splitKreduce")] * (number == 7)
+            found += [(at + length, more[number], "matmul", "+ mm splitKreduce")] if number in more else []
             found += [(at + 1.25 * length, length / 2, "copies", "c")]
-            at += 2 * length
-        return step(*found, ms=at / 1000)
+        return step(*found, ms=(12 * layers + 3) * 2 * length / 1000)
 
     four, ten = rung(4, 100), rung(4, 60)
-    # 16 matmuls in the forward pass, 3 of the head; the backward pass begins with the last layer. The middle one is 2.
-    assert timeline.layer_times(four, 4) == ((7 * 200 + 110, 11 * 200 + 100), (26 * 200 + 100, 34 * 200 + 100))
+    # 16 matmuls of the forward pass, 3 of the head; the backward pass begins with layer 3. Layer 2 is the median one.
+    assert timeline.layer_times(four, 4) == ((7 * 200 + 110, 11 * 200 + 116), (26 * 200 + 100, 34 * 200 + 100))
     assert timeline.layer_times(four, 5) is None
     figure = timeline.layer({FOUR: four, TEN: ten}, measurement())
     assert [axes.get_title("left") for axes in figure.axes] == [
-        "04 forward: 0.79 ms",
-        "10 forward: 0.47 ms",
+        "04 forward: 0.81 ms",
+        "10 forward: 0.49 ms",
         "04 backward: 1.60 ms",
         "10 backward: 0.96 ms",
     ]
-    assert [axes.get_ylim()[0] for axes in figure.axes] == [0.79, 0.79, 1.6, 1.6]
+    assert [axes.get_ylim()[0] for axes in figure.axes] == [0.806, 0.806, 1.6, 1.6]
     mm = [block[1:] for block in drawn(figure.axes[1], across=True) if block[0] == plots.GROUPS["matmul"]]
-    assert mm == [pytest.approx((0.05 + 0.12 * n, 0.11 + 0.12 * n), abs=0.005) for n in range(4)]
-    texts = [text.get_text() for text in figure.axes[1].texts]
-    assert texts[1::2] == [f"60 mm {number}" for number in (8, 9, 10, 11)] and texts[0] == "30 c"
+    expected = [(0.05, 0.11), (0.17, 0.23), (0.29, 0.35), (0.41, 0.486)]
+    assert mm == [pytest.approx(block, abs=0.005) for block in expected]
+    texts = [text.get_text() for text in figure.axes[1].texts if "mm" in text.get_text()]
+    assert texts == ["60 mm 8", "60 mm 9", "60 mm 10", "60 mm 11", "16 + mm splitKreduce"]
+
+
+def test_a_long_kernel_is_named_in_each_column_that_it_crosses():
+    figure = timeline.whole(step((10_000, 25_000, "matmul", "mm"), ms=40.0), TEN, measurement())
+    assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [[], *([["25,000 mm"]] * 3)]
+    assert [drawn(axes, across=True)[0][1:] for axes in figure.axes[1:]] == [
+        (0, 10),
+        (0, 10),
+        pytest.approx((0, 5), abs=0.05),
+    ]
 
 
 STEP = step(
     (0, 4000, "matmul", "mm nvjet"),
     (4000, 1000, "matmul", "+ mm splitKreduce"),
-    (5000, 2000, "matmul", "mm nvjet"),
+    (5000, 10, "copies", "mm Memset"),
+    (5010, 1990, "matmul", "+ mm nvjet"),
     (7000, 5000, "matmul", "mm nvjet"),
     (13_000, 600, "normalization and element-wise", "graph_0_cpp_fused__to_copy_gelu_view_3"),
     (14_000, 500, "attention", "_scaled_dot_product_cudnn_attention sdpa"),
     (15_000, 800, "optimizer", "mul_ vectorized"),
-    (15_000, 100, "copies", "Memcpy HtoD"),
+    (15_000, 100, "copies", "_to_copy vectorized"),
+    (3900, 90, "copies", "_to_copy Memcpy HtoD"),  # in another stream
     ms=20.0,
 )
 COUNTED = [
@@ -128,6 +141,7 @@ COUNTED = [
     Kernel("aten::_scaled_dot_product_flash_attention_for_cpu", "attention", "bf16", 10**9, 10**6),
     Kernel("aten::mul", "optimizer", "", 0, 10**7),
     Kernel("aten::mul", "optimizer", "", 0, 10**7),
+    Kernel("aten::_to_copy", "copies", "", 0, 10**5),
 ]
 TABLE = """
 mm nvjet | matmul | 2 | 10.00 | 50% | 12.0 | 200.0 | 6.00 | 1.7
@@ -135,7 +149,8 @@ mm nvjet | matmul | 1 | 2.00 | 10% | 1.0 | 100.0 | 1.00 | 2.0
 mul_ vectorized | optimizer | 1 | 0.80 | 4% |  |  |  |
 fused gelu | element-wise | 1 | 0.60 | 3% |  | 30.0 | 0.30 | 2.0
 cudnn_attention sdpa | attention | 1 | 0.50 | 2% | 1.0 | 1.0 | 0.50 | 1.0
-Memcpy HtoD | copies | 1 | 0.10 | 0% |  |  |  |
+to_copy vectorized | copies | 1 | 0.10 | 0% |  | 0.1 | 0.00 |
+to_copy Memcpy HtoD | copies | 1 | 0.09 | 0% |  |  |  |
 """
 
 
