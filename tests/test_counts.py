@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, load
+from conftest import BF16_CPU, ROOT, load
 
 from dev.ladder import read_ladder
-from measure import counts
+from measure import counts, timeline
 from measure.records import flops_per_token
 
 RUNGS = {rung.number: rung for rung in read_ladder() if rung.kind != "scale"}
@@ -124,3 +124,16 @@ def test_the_data_sheets_agree_with_cores_clocks_and_memory_buses():
         assert found["GB/s"] == pytest.approx(bits * gbit / 8, rel=0.01), name
     with pytest.raises(ValueError, match="--card A10: "):  # not the A100
         counts.Card.read("A10")
+
+
+@pytest.mark.skipif(not BF16_CPU, reason="this CPU has no AVX512_BF16")
+@pytest.mark.parametrize("number", ["03", pytest.param("10", marks=pytest.mark.slow)])
+def test_the_counts_for_a_cpu_have_the_kernels_that_ran_on_one(number):
+    calls = timeline.calls(timeline.read(ROOT / "results" / "cpu-amd-epyc-2026-11-29-2")[RUNGS[number].file])
+    if number == "10":
+        counts.step(RUNGS[number], "nano", 4, 128)  # must not leave its schedules for the CPU
+    counted = counts.step(RUNGS[number], "nano", 4, 128, cuda=False)
+    ran = Counter(timeline.key(name) for name, *_ in calls)
+    both = ran.items() & Counter(timeline.key(kernel.name) for kernel in counted).items()
+    matched = sum(long for name, _, _, long in calls if timeline.key(name) in dict(both))
+    assert matched > 0.97 * sum(long for *_, long in calls), ran.keys() - dict(both)

@@ -244,6 +244,7 @@ def test_a_profile_is_of_three_steps_of_a_gpu_grouped_by_kernel_and_by_what_laun
     assert shown[4:6] == ["copy_ direct_copy_kernel_cuda", "gelu vectorized_elementwise_kernel"]
     assert "cutlass_80_tensorop_s1688_128x256" in shown and "triton_poi_fused__to_copy_1" in shown
     names = "flash::flash_fwd_kernel", "fmha_cutlassF_f16_sm75", "aten::_scaled_dot_product_attention_math", "aten::bmm"
+    assert kernels.attention(["flash::flash_fwd_kernel", "aten::_scaled_dot_product_cudnn_attention"]) == "cuDNN"
     assert [kernels.attention([name]) for name in names] == ["flash", "memory-efficient", "math", "written out"]
 
 

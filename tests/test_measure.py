@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, RUNGS, SCRIPTS, commit_all, play
+from conftest import ROOT, RUNGS, SCRIPTS, SIDE, commit_all, play
 
 from measure import counts, device, plots, records, run, timeline
 
@@ -206,6 +206,8 @@ def test_every_option_reaches_the_scripts_and_each_run_is_logged_as_it_was(made_
         f"B 64, reduce-overhead  {TEN}: 40.00 ms (busy: a browser)",
     ):
         assert said in printed
+    made_up.call("--only", "muon", "--profile", "--repeat", 1, out="muon")
+    assert set(timeline.read(tmp_path / "muon")) == {TEN, SIDE.muon}
 
 
 def alike(lines):

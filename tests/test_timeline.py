@@ -3,6 +3,7 @@
 The steps here are made up, so the answers are known. test_device.py checks how a step is read from a trace.
 """
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -40,15 +41,11 @@ def drawn(axes, across=False):
 
 
 def test_a_strip_shows_two_streams_a_gap_and_the_share_of_kernels_below_a_pixel():
-    kernels = [
-        (0, 40, "matmul", "mm"),
-        (30, 30, "attention", "bmm"),
-        (35, 10, "optimizer", "inside"),
-        (80, 20, "copies", "c"),
-    ]
+    kernels = [(0, 40, "attention", "bmm"), (30, 30, "matmul", "mm")]
+    kernels += [(35, 10, "optimizer", "inside"), (80, 20, "copies", "c")]
     found = timeline.parts(step(*kernels), 0, 100, 10)
-    assert found == 4 * ["matmul"] + 2 * ["attention"] + 2 * ["idle"] + 2 * ["copies"]
-    assert timeline.parts(step(*kernels), 50, 90, 4) == ["attention", "idle", "idle", "copies"]
+    assert found == 4 * ["attention"] + 2 * ["matmul"] + 2 * ["idle"] + 2 * ["copies"]
+    assert timeline.parts(step(*kernels), 50, 90, 4) == ["matmul", "idle", "idle", "copies"]
     short = [(at, 6, "optimizer", "x") for at in range(0, 100, 10)] + [
         (at, 3, "copies", "y") for at in range(6, 100, 10)
     ]
@@ -180,18 +177,24 @@ def test_make_timeline_reads_the_latest_measurement_of_the_script_and_draws(tmp_
         timeline.main()
         printed = capsys.readouterr().out
         assert said in printed and "mm nvjet" in printed
+        assert re.search(r"copies 0.2 ms, no kernel runs (6.1|16.1) ms", printed)
         assert (tmp_path / printed.splitlines()[-1]).stat().st_size > 1000
         assert asked.pop() == (words[0], SETTINGS | {"cuda": not cpu})
     for words, said in (
         ([FIVE], "no measurement in results/ has the kernels of speedup_05_compile.py"),
         (["gpt.py"], "gpt.py: expected a script of the ladder"),
         ([SIX, "--results", str(tmp_path / "results" / "d")], "has no kernels of speedup_06_flash_attn.py"),
+        ([TEN], "kernels.json: not JSON"),
     ):
+        if "JSON" in said:
+            (tmp_path / "results" / "b" / "kernels.json").write_text('{"a": ')  # damaged
         monkeypatch.setattr("sys.argv", ["timeline.py", *words])
         with pytest.raises(SystemExit) as end:
             timeline.main()
         error = capsys.readouterr().err.strip()
         assert end.value.code == 2 and said in error and "\n" not in error
+    with pytest.raises(ValueError, match="not JSON"):
+        timeline.write(tmp_path / "results" / "b", TEN, STEP)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/kernels.json")), ids=lambda path: path.parent.name)
