@@ -332,15 +332,15 @@ def main():
     parser.add_argument("script", help="a script of the ladder, such as speedup_06_flash_attn.py")
     parser.add_argument("--results", type=Path, help="folder of a measurement, default: the latest")
     args = parser.parse_args()
-    ladder = {rung.file: rung for rung in read_ladder()}
+    rung = next((rung for rung in read_ladder() if rung.file == args.script), None)
     try:
-        if args.script not in ladder:
+        if not rung:
             raise ValueError(f"{args.script}: expected a script of the ladder, such as {TEN}")
         folder = args.results or newest(args.script)
         data, steps = records.load(folder), read(folder)
         if args.script not in steps:
             raise ValueError(f"{folder} has no kernels of {args.script}: measure it with make ladder ARGS=--profile")
-        step, s, row = steps[args.script], data.settings, data.rows.get(args.script) or {}
+        step, row = steps[args.script], data.rows.get(args.script) or {}
         out = ROOT / "runs" / f"timeline-{Path(args.script).stem}.svg"
         out.parent.mkdir(exist_ok=True)
         plots.write_svg(whole(step, args.script, data), out)
@@ -350,14 +350,18 @@ def main():
     print(f"{args.script}, {plots.about(data)}\none step: {step['ms']:,.1f} ms{usual}")
     times = grouped([(0, 1000 * step["ms"], [(at, long, *step["names"][name]) for at, long, name in step["kernels"]])])
     print(", ".join(f"{LABELS.get(kind, kind)} {ms:,.1f} ms" for kind, ms in times.items()), flush=True)
-    card = counts.Card(data.peaks, data.roof["copy_gb_per_s"]) if data.roof else None
-    mine, its = torch.__version__.partition("+")[0], data.host["torch"].partition("+")[0]
-    other = f"; the profile is of torch {its}, so kernels may differ" if its != mine else ""
-    print(f"counting a step with torch {mine}{other}", file=sys.stderr)
-    about = {key: s[key] for key in ("model", "batch_size", "seq_len")}
-    counted = counts.step(ladder[args.script], **about, cuda=not data.cpu)
+    counted, card = [], counts.Card(data.peaks, data.roof["copy_gb_per_s"]) if data.roof else None
+    if rung.part == "rung" or rung.kind == "speed":  # counts.py cannot count the other side rungs
+        mine, its = torch.__version__.partition("+")[0], data.host["torch"].partition("+")[0]
+        other = f"; the profile is of torch {its}, so kernels may differ" if its != mine else ""
+        print(f"counting a step with torch {mine}{other}", file=sys.stderr)
+        sizes = {name: data.settings[name] for name in ("model", "batch_size", "seq_len")}
+        counted = counts.step(rung, **sizes, cuda=not data.cpu)
     print(f"\n{records.text(slowest(step, counted, card))}\n\n{out.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
