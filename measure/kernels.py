@@ -1,14 +1,19 @@
 """Profile the kernels of a training step:  python -m measure.kernels speedup_05_compile.py --steps 12
 
 This program runs the unmodified script under torch.profiler and profiles 3 steps after 5 warm-up steps. After the
-script's output, it prints one line of JSON, which `make ladder ARGS=--profile` stores: milliseconds per step for each
-group of kernels, the attention kernel that ran, the peak memory that PyTorch reserved, in GiB, and the kernels of the
-step of median length. `make timeline` shows them.
+script's output, it prints one line of JSON, which `make ladder ARGS=--profile` stores:
+
+    groups_ms       milliseconds per step for each group of kernels
+    attention       the kernel that computed attention
+    reserved_gib    the peak memory that PyTorch reserved, in GiB
+    step            the kernels of the step of median length, which `make timeline` shows
 
 On a GPU, the program groups kernels by their names and by the operations that launched them. On a CPU, a kernel is a
-compiled function or an operation that computes: neither a view nor one that only calls other operations. Operations
-that it calls are part of it. The group "idle" is the time during which no kernel ran. On a CPU, Python and dispatch
-take this time.
+compiled function or an operation that computes. Views and operations that only call other operations are not kernels.
+The operations that a kernel calls are part of it.
+
+The group "idle" is the time during which no kernel ran. On a CPU, this time goes to Python, to dispatch and to freeing
+memory.
 """
 
 import functools
@@ -44,7 +49,7 @@ ATTENTION = {
     "memory-efficient": r"efficient_attention|fmha_cutlass",
     "math": r"attention_math",
 }
-# Their schemas do not mark them as a view and as a call of two other operations.
+# The first is a view, and the second only calls two other operations. Their schemas do not say so.
 NO_KERNELS = "aten::_unsafe_view", "aten::masked_fill"
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # operations with this key only call other operations
 
@@ -82,7 +87,9 @@ def nested(events):
 
 
 def short(name):
-    """Shorten the name of a GPU's kernel: without parameters, PyTorch's namespace and most template arguments."""
+    """Shorten the name of a GPU kernel: without parameters, PyTorch's namespace and most template arguments."""
+    if name.startswith(("triton_", "Mem")):
+        return name.partition(" (")[0]
     if cutlass := re.search(r"cutlass_\w+", name):
         return cutlass[0]
     name, again = name.replace("(anonymous namespace)::", ""), 1
@@ -94,8 +101,8 @@ def short(name):
 def kernels_of(events, gpu=False):
     """Return the kernels in a trace as a list of (start, duration, group, name), sorted by start, in microseconds.
 
-    The name of a GPU's kernel starts with the operation that launched it. If the same call of the operation launched an
-    earlier kernel, too, the name starts with "+". Raises ValueError if a GPU's trace contains no kernels.
+    The name of a GPU kernel starts with the operation that launched it. If the same call of this operation has already
+    launched a kernel, the name starts with "+". Raises ValueError if a GPU's trace contains no kernels.
     """
     operations = nested(event for event in events if event["cat"] in ("cpu_op", "user_annotation"))
     on_gpu = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -123,7 +130,7 @@ def kernels_of(events, gpu=False):
             launched.add(id(operation))
             name = f"{again}{operation['name'].removeprefix('aten::')} {name}"
         found.append((kernel["ts"], kernel["dur"], kind, name))
-    return sorted(found, key=lambda kernel: kernel[0])
+    return found
 
 
 def attention(names):
@@ -157,7 +164,7 @@ def in_steps(trace, gpu=False):
 def grouped(steps):
     """Return a dict of milliseconds per step by group, given the result of in_steps().
 
-    Kernels that run at the same time both count in their groups, but not twice in the time without a kernel, "idle".
+    Kernels that overlap each count in full. The group "idle" is the time without any kernel.
     """
     kinds = "matmul", "attention", "softmax and loss", "normalization and element-wise", "optimizer", "copies", "idle"
     total = dict.fromkeys(kinds, 0.0)
@@ -171,8 +178,8 @@ def grouped(steps):
 def median_step(steps):
     """Return the step of median length as a dict that can be written as JSON.
 
-    "ms" is its length. Each kernel is [start, duration, place of its name in "names"], in microseconds since the start
-    of the step. Each name is [group, short name].
+    "ms" is its length. Each kernel is [start, duration, position of its name in "names"]. Times are in microseconds
+    since the start of the step. Each name is [group, short name].
     """
     start, whole, kernels = sorted(steps, key=lambda step: step[1])[len(steps) // 2]
     names = list(dict.fromkeys(tuple(kernel[2:]) for kernel in kernels))

@@ -34,7 +34,6 @@ LAYER = "speedup_04_residual_init.py", TEN  # the scripts whose layers are compa
 FIVE = "speedup_05_compile.py"  # from here on, a step is much shorter and gets its own scale
 KINDS = [*plots.GROUPS]  # the last one is idle
 LABELS = {"softmax and loss": "loss", "normalization and element-wise": "element-wise", "idle": "no kernel runs"}
-ROWS = 20
 
 # ---- the file
 
@@ -61,23 +60,21 @@ def write(folder, script, step):
 
 
 def calls(step):
-    """Return the kernels of a step by call, in order: a list of (name, group, end, duration), in microseconds.
+    """Return the calls of a step in order: a list of (name, group, end, duration), in microseconds.
 
-    An operation can launch several kernels. The call has the name and group of the longest one, the end of the last
-    one, and the sum of their durations.
+    A call is all the kernels that one call of an operation launched. It has the name and group of the longest kernel,
+    the end of the last one, and the sum of their durations.
     """
     found, latest = [], {}  # a call is a list of (duration, name, group, end); `latest` maps an operation to its call
     for at, long, place in step["kernels"]:
         kind, name = step["names"][place]
         again, name = name.startswith("+ "), name.removeprefix("+ ")
-        if not again:
-            latest[name.split()[0]] = []
-            found.append(latest[name.split()[0]])
-        latest[name.split()[0]].append((long, name, kind, at + long))
-    longest = [(max(call), call) for call in found]
-    return [
-        (name, kind, max(one[-1] for one in call), sum(one[0] for one in call)) for (_, name, kind, _), call in longest
-    ]
+        operation = name.split()[0]
+        if not again or operation not in latest:
+            latest[operation] = []
+            found.append(latest[operation])
+        latest[operation].append((long, name, kind, at + long))
+    return [(*max(call)[1:3], max(one[-1] for one in call), sum(one[0] for one in call)) for call in found]
 
 
 # ---- pictures
@@ -87,7 +84,7 @@ def parts(step, start, end, count):
     """Divide the time from start to end, in microseconds, into `count` equal parts and return the group of each.
 
     Each part shows the group with the most time that has not been shown yet. So kernels that are shorter than a part
-    are merged, but each group keeps its share. Of two kernels that run at once, the first counts until it ends.
+    are merged, but each group keeps its share. If two kernels overlap, the one that started first counts until it ends.
     """
     edges, reached = np.linspace(start, end, count + 1), start
     time = np.zeros((len(KINDS), count))
@@ -100,15 +97,15 @@ def parts(step, start, end, count):
         owed += part
         found.append(KINDS[owed.argmax()])
         owed[owed.argmax()] -= part.sum()
-        owed *= part.max() < 0.999 * part.sum()  # a long kernel must not end with a remainder of those before it
+        owed *= part.max() < 0.999 * part.sum()  # otherwise, an earlier group could appear in a long kernel
     return found
 
 
 def strip(axes, step, start, end, at, count, thickness, across=False):
-    """Draw the step from start to end, in microseconds, as a strip in milliseconds, at a place on the other axis.
+    """Draw the step from start to end, in microseconds, as a strip on an axis in milliseconds.
 
-    `thickness` is in points. With `across`, time runs along the y-axis. Returns the runs of equal parts as a list of
-    (group, first ms, last ms).
+    `at` is its place on the other axis. `thickness` is in points. With `across`, time runs along the y-axis. Returns
+    the runs of equal parts as a list of (group, first ms, last ms).
     """
     found, edges = parts(step, start, end, count), np.linspace(start, end, count + 1) / 1000
     changes = [0, *(place for place in range(1, count) if found[place] != found[place - 1]), count]
@@ -161,11 +158,9 @@ def ladder(steps, data, wide=True):
     axes.set_xlabel("milliseconds of a profiled step")
     if len(panels) == 2:  # show which part of the first axis the second one enlarges
         for share, x in (0, 0), (1, limit):
-            lines = ConnectionPatch(
-                (x, len(early) - 0.45), (share, 1), "data", "axes fraction", axesA=grid[0], axesB=grid[1]
-            )
-            figure.add_artist(lines)
-            lines.set(color=plots.INK, linestyle=":", linewidth=0.8)
+            ends = (x, len(early) - 0.45), (share, 1), "data", "axes fraction"
+            line = ConnectionPatch(*ends, axesA=grid[0], axesB=grid[1], color=plots.INK, linestyle=":", linewidth=0.8)
+            figure.add_artist(line)
         grid[0].xaxis.tick_top()  # leaves the space between the panels to these lines
         grid[0].spines["bottom"].set_visible(False)
         grid[0].axvspan(0, limit, color=plots.INK, alpha=0.07, linewidth=0)
@@ -193,10 +188,10 @@ def column(axes, step, start, end, span, wide=True):
     for at, long, name in step["kernels"]:
         if at < end and at + long > start:
             middle = (max(at, start) + min(at + long, end)) / 2 - start
-            shown.append((middle / 1000, long, plain(step["names"][name][1])))
+            shown.append((middle / 1000, long, plain(step["names"][name][1].removeprefix("+ "))))
     shown = sorted(sorted(shown, key=lambda one: -one[1])[: max(15, round(slots * share))])
     places, gap = [], span / slots
-    for middle, *_ in shown:  # push labels that would overlap down, then back up from the end of the axis
+    for middle, *_ in shown:  # move overlapping labels down, then up if they pass the end of the axis
         places.append(max(middle, places[-1] + gap if places else 0))
     for place in reversed(range(len(places))):
         places[place] = min(places[place], places[place + 1] - gap if place + 1 < len(places) else span - gap / 2)
@@ -212,9 +207,9 @@ def column(axes, step, start, end, span, wide=True):
 def layer_times(step, layers):
     """Return ((start, end) of the forward pass, (start, end) of the backward pass) of one layer, in microseconds.
 
-    The layer has the median length of all but the first. A layer has four matmuls in the forward pass and eight in the
-    backward pass, and the head has one and two. A pass through the layer lasts from the end of the matmul before its
-    first one to the end of its last one. Returns None if the step has a different number of matmuls.
+    It is the layer of median length, without considering the first. A layer has four matmuls in the forward pass and
+    eight in the backward pass, and the head has one and two. A pass starts at the end of the last matmul before the
+    layer, and ends with the layer's last matmul. Returns None if the step has a different number of matmuls.
     """
     ends = [end for _, kind, end, _ in calls(step) if kind == "matmul"]
     if len(ends) != 12 * layers + 3:
@@ -281,14 +276,14 @@ def key(name):
     name = name.removeprefix("aten::").split()[0]
     if "attention" in name:  # the device chooses between several kernels
         return "attention backward" if "backward" in name else "attention"
-    return name.rstrip("_")  # the counts may have the operation out of place, which moves as many bytes
+    return name.rstrip("_")  # the counts may have the out-of-place operation, which moves as many bytes
 
 
 def slowest(step, counted, card=None):
     """Return the table of the kernels that take the most time as a list of rows, each a dict of heading -> cell.
 
-    `counted` is a list of counts.Kernel in order, and `card` a counts.Card. The first kernels with equal names in both
-    lists are the same kernel, and so on.
+    `counted` is a list of counts.Kernel in order, and `card` a counts.Card. Kernels are matched by
+    name and order.
     """
     mine, its, rows = {}, {}, {}
     for call in calls(step):
@@ -301,11 +296,11 @@ def slowest(step, counted, card=None):
             row = rows.setdefault((plain(name), kind, kernel and kernel._replace(name="", group="")), [0, 0.0])
             row[:] = row[0] + 1, row[1] + long
     table = []
-    for (name, kind, kernel), (times, long) in sorted(rows.items(), key=lambda row: -row[1][1])[:ROWS]:
+    for (name, kind, kernel), (times, long) in sorted(rows.items(), key=lambda row: -row[1][1])[:20]:
         floor = card.floor_ms(Counter({kernel: times}))[0] if kernel and card else 0
         table.append(
             {
-                "kernel": f"{name[:43]}…" if name.startswith("fused") and len(name) > 44 else name,
+                "kernel": name if len(name) <= 60 else f"{name[:59]}…",
                 "group": LABELS.get(kind, kind),
                 "calls": str(times),
                 "ms": f"{long / 1000:,.2f}",
@@ -346,14 +341,14 @@ def main():
         plots.write_svg(whole(step, args.script, data), out)
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
-    usual = f", {row['median_ms']:,.1f} ms without the profiler" if row.get("median_ms") else ""
+    usual = f"; median without the profiler: {row['median_ms']:,.1f} ms" if row.get("median_ms") else ""
     print(f"{args.script}, {plots.about(data)}\none step: {step['ms']:,.1f} ms{usual}")
     times = grouped([(0, 1000 * step["ms"], [(at, long, *step["names"][name]) for at, long, name in step["kernels"]])])
     print(", ".join(f"{LABELS.get(kind, kind)} {ms:,.1f} ms" for kind, ms in times.items()), flush=True)
     counted, card = [], counts.Card(data.peaks, data.roof["copy_gb_per_s"]) if data.roof else None
     if rung.part == "rung" or rung.kind == "speed":  # counts.py cannot count the other side rungs
         mine, its = torch.__version__.partition("+")[0], data.host["torch"].partition("+")[0]
-        other = f"; the profile is of torch {its}, so kernels may differ" if its != mine else ""
+        other = f"; the profile was made with torch {its}, so kernels may differ" if its != mine else ""
         print(f"counting a step with torch {mine}{other}", file=sys.stderr)
         sizes = {name: data.settings[name] for name in ("model", "batch_size", "seq_len")}
         counted = counts.step(rung, **sizes, cuda=not data.cpu)
