@@ -341,14 +341,10 @@ def profiled():
 
 def kernels(name):
     """Return a picture of timeline.py as Markdown, with the measurement that it shows. `name` is steps or layer."""
-    data, _ = profiled()
-    if not data:
+    data, steps = profiled()
+    if not data or (name == "layer" and not timeline.compared(data, steps)):
         return "We have not profiled all rungs yet."
-    alt = (
-        STEPS
-        if name == "steps"
-        else "The kernels of one layer in rungs 04 and 10, forward and backward, measured on {}"
-    )
+    alt = {"steps": STEPS, "layer": LAYER}[name]
     about = f"{data.label}, B {data.settings['batch_size']}, T {data.settings['seq_len']}, torch {data.host['torch']}"
     return f"{two_sizes(alt.format(data.label), 'img/', name)}\n\n{about}: `results/{data.name}/kernels.json`."
 

@@ -253,14 +253,19 @@ def whole(step, script, data, columns=4):
     return figure
 
 
+def compared(data, steps):
+    """Return {script: step} for the two scripts of which layer() compares a layer, or {} if it cannot."""
+    both = {script: steps[script] for script in LAYER if script in steps}
+    found = [layer_times(step, MODELS[data.settings["model"]].n_layer) for step in both.values()]
+    return both if len(found) == 2 and all(found) else {}
+
+
 def pictures(data, steps):
     """Return {name: figure} for the steps of a measurement, with variants for a narrow screen."""
-    made, both = {}, {script: steps[script] for script in LAYER if script in steps}
+    made = {}
     for name, wide in ("", True), ("-narrow", False):
-        if steps:
-            made[f"steps{name}"] = ladder(steps, data, wide)
-        if len(both) == 2 and all(layer_times(step, MODELS[data.settings["model"]].n_layer) for step in both.values()):
-            made[f"layer{name}"] = layer(both, data, wide)
+        made |= {f"steps{name}": ladder(steps, data, wide)} if steps else {}
+        made |= {f"layer{name}": layer(both, data, wide)} if (both := compared(data, steps)) else {}
     return made
 
 
