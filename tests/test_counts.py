@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import BF16_CPU, ROOT, load
 
-from dev.ladder import read_ladder
+from dev.ladder import find, read_ladder
 from measure import counts, timeline
 from measure.records import flops_per_token
 
@@ -127,12 +127,13 @@ def test_the_data_sheets_agree_with_cores_clocks_and_memory_buses():
 
 
 @pytest.mark.skipif(not BF16_CPU, reason="this CPU has no AVX512_BF16")
-@pytest.mark.parametrize("number", ["03", pytest.param("10", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", ["03", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_the_counts_for_a_cpu_have_the_kernels_that_ran_on_one(number):
-    calls = timeline.calls(timeline.read(ROOT / "results" / "cpu-amd-epyc-2026-11-29-2")[RUNGS[number].file])
-    if number == "10":
-        counts.step(RUNGS[number], "nano", 4, 128)  # must not leave its schedules for the CPU
-    counted = counts.step(RUNGS[number], "nano", 4, 128, cuda=False)
+    rung = find(number)
+    calls = timeline.calls(timeline.read(ROOT / "results" / "cpu-amd-epyc-2026-11-29-2")[rung.file])
+    if number == "ddp":
+        counts.step(rung, "nano", 4, 128)  # must not leave its schedules for the CPU
+    counted = counts.step(rung, "nano", 4, 128, cuda=False)
     ran = Counter(timeline.key(name) for name, *_ in calls)
     both = ran.items() & Counter(timeline.key(kernel.name) for kernel in counted).items()
     matched = sum(long for name, _, _, long in calls if timeline.key(name) in dict(both))
