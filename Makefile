@@ -1,6 +1,6 @@
 PYTHON ?= python3
-# The calls in the pages and notebooks, such as diff("06"), are functions of these two modules.
-COG = .venv/bin/python -m cogapp -PUn utf-8 -p "from dev.diff import *; from measure.tables import *"
+# The calls in the pages and notebooks, such as diff("06"), are functions of these modules.
+COG = .venv/bin/python -m cogapp -PUn utf-8 -p "from dev.diff import *; from measure.tables import *; from dev.puzzle import puzzles"
 # Three workers for two cores, because tests often wait for a process that they started.
 PYTEST = .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
@@ -9,6 +9,7 @@ PYTEST = .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 help:
 	@echo 'make run         train with rung 10; ARGS="--steps 200" passes options to the script, as in every target with ARGS'
 	@echo 'make diff-03     show what rung 03 changes; also diff-ddp, diff-long, diff-train, and side rungs, such as diff-muon'
+	@echo 'make puzzle      list twelve scripts with a mistake to find; make puzzle-01 begins the first'
 	@echo 'make docs        build the site in docs/site/; needs Python 3.11 or later'
 	@echo 'make ladder      measure the scripts on this machine; ARGS="--profile --budget 30"'
 	@echo 'make timeline    draw and list the kernels of one step from the latest profile; ARGS=speedup_06_flash_attn.py'
@@ -26,6 +27,12 @@ run: .venv/run
 
 diff-%:
 	@$(PYTHON) -m dev.diff $*
+
+puzzle: .venv/dev
+	@.venv/bin/python -m dev.puzzle $(ARGS)
+
+puzzle-%: .venv/dev
+	@.venv/bin/python -m dev.puzzle $* $(ARGS)
 
 docs: .venv/docs
 	@test -x .venv/bin/zensical || { echo 'make docs needs Python 3.11 or later'; exit 1; }
@@ -81,4 +88,4 @@ figures: .venv/dev
 	.venv/bin/python -m pip install -r docs/requirements.txt
 	@touch $@
 
-.PHONY: compare counts docs figures help ladder lint plot propagate quality run test test-all timeline
+.PHONY: compare counts docs figures help ladder lint plot propagate puzzle quality run test test-all timeline

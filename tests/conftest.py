@@ -302,7 +302,7 @@ class OnTheCpu(TorchFunctionMode):
         if name == "to" and gpu:
             self.events.append("copy")
         if name in ("item", "tolist", "cpu", "numpy"):
-            self.events.append("wait")
+            self.events.append("wait for the loss" if args[0].requires_grad else "wait")
         made = call(*map(here, args), **{key: here(value) for key, value in kwargs.items()})
         if gpu and isinstance(made, torch.Tensor):
             made.on_gpu = True  # for a test of what is given to NCCL
@@ -339,7 +339,8 @@ def made_up_gpu(events=None, capability=(9, 0), *others):
         patch.setattr(torch.cuda, "get_device_capability", capability_of)
         patch.setattr(torch.cuda, "is_bf16_supported", has_bf16)
         patch.setattr(torch.cuda, "set_device", lambda device: events.append(f"set_device {device}"))
-        patch.setattr(torch.accelerator, "synchronize", lambda *device: events.append("synchronize"))
+        for module in torch.accelerator, torch.cuda:
+            patch.setattr(module, "synchronize", lambda *device: events.append("synchronize"))
         patch.setattr(torch, "autocast", lambda device, **options: autocast("cpu", **options))
         patch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, enabled=False))
         yield events
@@ -395,7 +396,9 @@ def copy_project(folder, part=""):
 
     Folders named pytest-cache-files-* are skipped because another test process may rename one during the copy.
     """
-    made = ".* __pycache__ pytest-cache-files-* site runs checkpoints weights.pt shards fineweb10B my-gpt2".split()
+    made = (
+        ".* __pycache__ pytest-cache-files-* site runs checkpoints weights.pt shards fineweb10B my-gpt2 puzzles".split()
+    )
     return Path(shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=shutil.ignore_patterns(*made)))
 
 

@@ -46,6 +46,7 @@ MAKE = dict(run="speedup_10_fused_adamw.py", ladder="measure.run", plot="measure
 MAKE |= {
     "timeline": "measure.timeline",
     "diff": "dev.diff",
+    "puzzle": "dev.puzzle",
     "counts": "measure.counts",
     "quality": "measure.quality",
     "propagate": "dev.propagate",
