@@ -74,22 +74,20 @@ def puzzles():
 
 def begin(number, mistake, again):
     """Write a puzzle's script, unless there is one already, and print the description."""
-    puzzle, script = mistake["puzzle"], place(number, mistake)
-    shown = script.relative_to(ROOT).as_posix()
-    kept = script.exists() and not again
-    if not kept:
-        text = plant(mistake, mistake["file"])
+    puzzle, script, text = mistake["puzzle"], place(number, mistake), plant(mistake, mistake["file"])
+    shown, state = script.relative_to(ROOT).as_posix(), "is as you left it"
+    if again or not script.exists():
+        state = "has the bug"
         script.parent.mkdir(parents=True, exist_ok=True)
         (script.parent / "progress.txt").unlink(missing_ok=True)
         script.write_text(text, encoding="utf-8")
         if "experiment" in puzzle:
-            (script.parent / "experiment.py").write_text(puzzle["experiment"], encoding="utf-8")
+            (script.parent / "experiment.py").write_text(puzzle["experiment"].lstrip(), encoding="utf-8")
     print(f"Puzzle {number}: {puzzle['title']} ({puzzle['difficulty']})\n\n{puzzle['symptom']}\n")
-    print(puzzle["story"].strip().replace("{script}", shown).replace("{folder}", f"puzzles/{number}"))
-    print(
-        f"\n{shown} {'is as you left it: --again restores the bug' if kept else 'has the bug'}. Mend it there. Then:\n"
-    )
-    for option, what in ("check", "test your script"), ("hint", "get a hint"), ("answer", "see the bug"):
+    print(puzzle["story"].replace("{script}", shown).replace("{folder}", f"puzzles/{number}"))
+    print(f"{shown} {state}. Mend it there. Its diff from {mistake['file']} would show the bug.\n")
+    words = {"check": "test your script", "hint": "get a hint", "answer": "see the bug", "again": "restore the bug"}
+    for option, what in words.items():
         print(f"    make puzzle-{number} ARGS=--{option:8} {what}")
 
 
@@ -123,7 +121,7 @@ def check(number, mistake):
     else:
         text = found.text if found is not None else done.stdout + done.stderr
         print(text[max(text.find(f'  File "{ROOT}/tests'), 0) :])  # without pytest's own frames
-        print("not solved: the script does not run")
+        print("not solved: an error ended the test")
     return False
 
 

@@ -320,6 +320,9 @@ def made_up_gpu(events=None, capability=(9, 0), *others):
     def capability_of(device=0):  # by default, the current device, which is GPU 0
         return capabilities[getattr(device, "index", device) or 0]
 
+    def wait(device=None):
+        events.append("synchronize")
+
     def has_bf16(including_emulation=True):
         return including_emulation or capability_of() >= (8, 0)
 
@@ -329,7 +332,7 @@ def made_up_gpu(events=None, capability=(9, 0), *others):
             (torch.accelerator, "is_available", True),
             (torch.accelerator, "current_accelerator", torch.device("cuda")),
             (torch.accelerator, "device_count", len(capabilities)),
-            (torch.accelerator, "current_stream", SimpleNamespace(is_capturing=lambda: False)),
+            (torch.accelerator, "current_stream", SimpleNamespace(is_capturing=lambda: False, synchronize=wait)),
             (torch.cuda, "get_device_name", "Made Up GPU"),
             (torch.cuda, "get_device_properties", SimpleNamespace(uuid="1234-5678")),
             (torch.cuda, "max_memory_allocated", 3 * 2**30),
@@ -339,9 +342,9 @@ def made_up_gpu(events=None, capability=(9, 0), *others):
         patch.setattr(torch.cuda, "get_device_capability", capability_of)
         patch.setattr(torch.cuda, "is_bf16_supported", has_bf16)
         patch.setattr(torch.cuda, "set_device", lambda device: events.append(f"set_device {device}"))
-        for module in torch.accelerator, torch.cuda:
-            patch.setattr(module, "synchronize", lambda *device: events.append("synchronize"))
-        patch.setattr(torch, "autocast", lambda device, **options: autocast("cpu", **options))
+        patch.setattr(torch.accelerator, "synchronize", wait)
+        patch.setattr(torch.cuda, "synchronize", wait)
+        patch.setattr(torch, "autocast", lambda device, *args, **options: autocast("cpu", *args, **options))
         patch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, enabled=False))
         yield events
 
