@@ -68,7 +68,7 @@ def puzzles():
     """Return the list of puzzles in Markdown."""
     lines = ["\n| puzzle | what its user saw | difficulty |", "| --- | --- | --- |"]
     for number, puzzle in ((number, mistake["puzzle"]) for number, mistake in read_puzzles().items()):
-        lines.append(f"| {number}&nbsp;{puzzle['title']} | {puzzle['symptom']} | {puzzle['difficulty']} |")
+        lines.append(f"| {number} {puzzle['title']} | {puzzle['symptom']} | {puzzle['difficulty']} |")
     return "\n".join([*lines, ""])
 
 

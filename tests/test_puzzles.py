@@ -51,6 +51,7 @@ def test_a_puzzle_from_the_list_to_the_answer(puzzle, project):
 
     script.write_text(planted.replace(wrong, "self.transformer.wte.weight = lm_head.weight"))
     status, printed = puzzle("01", "--check")
+    assert puzzle()[1].splitlines()[0].endswith("  begun")
     assert status == 1 and printed.startswith(f'  File "{project}/tests/')
     assert printed.endswith("NameError: name 'lm_head' is not defined\nnot solved: an error ended the test\n")
 
