@@ -49,6 +49,10 @@ def progress(number):
     return path.read_text().split() if path.exists() else []
 
 
+def explanation(mistake):
+    return f"the bug: {mistake['name']}\nits harm: {mistake['harm']}"
+
+
 def note(number, word):
     (PUZZLES / number).mkdir(parents=True, exist_ok=True)
     with open(PUZZLES / number / "progress.txt", "a") as file:
@@ -113,15 +117,15 @@ def check(number, mistake):
         report = ElementTree.parse(f"{folder}/report.xml") if Path(folder, "report.xml").exists() else None
     if done.returncode == 0:
         note(number, "solved")
-        print(f"solved: {mistake['name']}; {mistake['harm']}")
+        print(f"solved\n{explanation(mistake)}")
         return True
     (found, *_) = [one for one in report.iter() if one.tag in ("failure", "error")] if report else [None]
     if found is not None and re.match("AssertionError|Failed: (?!Timeout)", found.get("message")):
-        print(f"not solved: {mistake['puzzle']['symptom']}")
+        print(f"not solved; the symptom was: {mistake['puzzle']['symptom']}")
     else:
         text = found.text if found is not None else done.stdout + done.stderr
         print(text[max(text.find(f'  File "{ROOT}/tests'), 0) :])  # without pytest's own frames
-        print("not solved: an error ended the test")
+        print("not solved; an error ended the test")
     return False
 
 
@@ -152,7 +156,7 @@ def main():
             print(f"hint: {hint}")
     elif args.answer:
         wrong, right = plant(mistake, mistake["file"]), (ROOT / mistake["file"]).read_text(encoding="utf-8")
-        print(f"{mistake['name']}: {mistake['harm']}\n")
+        print(explanation(mistake), end="\n\n")
         names = place(number, mistake).relative_to(ROOT).as_posix(), mistake["file"]
         print("\n".join(difflib.unified_diff(wrong.splitlines(), right.splitlines(), *names, lineterm="")))
     else:
@@ -160,4 +164,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

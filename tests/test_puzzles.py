@@ -46,18 +46,18 @@ def test_a_puzzle_from_the_list_to_the_answer(puzzle, project):
     assert [line[:2] for line in puzzle()[1].splitlines() if line[:2].isdigit()] == list(FOUND)
     assert puzzle("01", "--check") == (2, "puzzle.py: error: puzzle 01 is not begun: make puzzle-01\n")
     assert symptom in puzzle("01")[1] and wrong in (planted := script.read_text())
-    assert puzzle("01", "--check") == (1, f"not solved: {symptom}\n")
+    assert puzzle("01", "--check") == (1, f"not solved; the symptom was: {symptom}\n")
     assert [puzzle("01", "--hint")[1].count("hint: ") for _ in range(3)] == [1, 2, 2]
 
     script.write_text(planted.replace(wrong, "self.transformer.wte.weight = lm_head.weight"))
     status, printed = puzzle("01", "--check")
     assert puzzle()[1].splitlines()[0].endswith("  begun")
     assert status == 1 and printed.startswith(f'  File "{project}/tests/')
-    assert printed.endswith("NameError: name 'lm_head' is not defined\nnot solved: an error ended the test\n")
+    assert printed.endswith("NameError: name 'lm_head' is not defined\nnot solved; an error ended the test\n")
 
     script.write_text(planted.replace(wrong, right))
     assert "is as you left it" in puzzle("1")[1] and right in script.read_text()
-    assert puzzle("01", "--check") == (0, f"solved: {about['name']}; {about['harm']}\n")
+    assert puzzle("01", "--check") == (0, f"solved\nthe bug: {about['name']}\nits harm: {about['harm']}\n")
     assert puzzle()[1].splitlines()[0].endswith("  solved")
     printed = puzzle("01", "--answer")[1]
     assert f"\n-        {wrong}" in printed and f"\n+        {ours}" in printed and right in script.read_text()
@@ -70,7 +70,7 @@ def test_a_puzzle_from_the_list_to_the_answer(puzzle, project):
 def test_the_check_fails_as_planted_and_passes_for_another_right_solution(number, puzzle, project):
     puzzle(number)
     script = project / "puzzles" / number / place(number, FOUND[number]).name
-    assert puzzle(number, "--check") == (1, f"not solved: {FOUND[number]['puzzle']['symptom']}\n")
+    assert puzzle(number, "--check") == (1, f"not solved; the symptom was: {FOUND[number]['puzzle']['symptom']}\n")
     if number in OTHER:
         text, (wrong, right) = script.read_text(), OTHER[number]
         assert text.count(wrong) == 1
