@@ -9,7 +9,7 @@ PYTEST = .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 help:
 	@echo 'make run         train with rung 10; ARGS="--steps 200" passes options to the script, as in every target with ARGS'
 	@echo 'make diff-03     show what rung 03 changes; also diff-ddp, diff-long, diff-train, and side rungs, such as diff-muon'
-	@echo 'make puzzle      list twelve scripts with a mistake to find; make puzzle-01 begins the first'
+	@echo 'make puzzle      list twelve scripts with a bug to find; make puzzle-01 begins the first'
 	@echo 'make docs        build the site in docs/site/; needs Python 3.11 or later'
 	@echo 'make ladder      measure the scripts on this machine; ARGS="--profile --budget 30"'
 	@echo 'make timeline    draw and list the kernels of one step from the latest profile; ARGS=speedup_06_flash_attn.py'

@@ -49,18 +49,18 @@ def progress(number):
     return path.read_text().split() if path.exists() else []
 
 
-def explanation(mistake):
-    return f"the bug: {mistake['name']}\nits harm: {mistake['harm']}"
-
-
 def note(number, word):
     (PUZZLES / number).mkdir(parents=True, exist_ok=True)
     with open(PUZZLES / number / "progress.txt", "a") as file:
         print(word, file=file)
 
 
-def show_list():
-    for number, mistake in read_puzzles().items():
+def explanation(mistake):
+    return f"the bug: {mistake['name']}\nits effect: {mistake['harm']}"
+
+
+def show_list(found):
+    for number, mistake in found.items():
         puzzle, begun = mistake["puzzle"], place(number, mistake).exists()
         state = "solved" if "solved" in progress(number) else "begun" if begun else ""
         print(f"{number}  {puzzle['title']:36} {puzzle['difficulty']:8} {state}".rstrip())
@@ -70,13 +70,13 @@ def show_list():
 
 def puzzles():
     """Return the list of puzzles in Markdown."""
-    lines = ["\n| puzzle | what its user saw | difficulty |", "| --- | --- | --- |"]
+    lines = ["\n| puzzle | symptom | difficulty |", "| --- | --- | --- |"]
     for number, puzzle in ((number, mistake["puzzle"]) for number, mistake in read_puzzles().items()):
         lines.append(f"| {number} {puzzle['title']} | {puzzle['symptom']} | {puzzle['difficulty']} |")
     return "\n".join([*lines, ""])
 
 
-def begin(number, mistake, again):
+def begin(number, mistake, again=False):
     """Write a puzzle's script, unless there is one already, and print the description."""
     puzzle, script, text = mistake["puzzle"], place(number, mistake), plant(mistake, mistake["file"])
     shown, state = script.relative_to(ROOT).as_posix(), "is as you left it"
@@ -89,78 +89,82 @@ def begin(number, mistake, again):
             (script.parent / "experiment.py").write_text(puzzle["experiment"].lstrip(), encoding="utf-8")
     print(f"Puzzle {number}: {puzzle['title']} ({puzzle['difficulty']})\n\n{puzzle['symptom']}\n")
     print(puzzle["story"].replace("{script}", shown).replace("{folder}", f"puzzles/{number}"))
-    print(f"{shown} {state}. Mend it there. Its diff from {mistake['file']} would show the bug.\n")
-    words = {"check": "test your script", "hint": "get a hint", "answer": "see the bug", "again": "restore the bug"}
-    for option, what in words.items():
+    print(f"{shown} {state}. Fix it there.\nDo not look at its diff from {mistake['file']}, which shows the bug.\n")
+    for option, (_, what) in ACTIONS.items():
         print(f"    make puzzle-{number} ARGS=--{option:8} {what}")
 
 
+def begin_again(number, mistake):
+    begin(number, mistake, again=True)
+
+
+def hint(number, mistake):
+    """Print one hint more than the last time."""
+    note(number, "hint")
+    for text in mistake["puzzle"]["hints"][: progress(number).count("hint")]:
+        print(f"hint: {text}")
+
+
+def answer(number, mistake):
+    """Print the bug, its effect, and the diff that fixes it."""
+    wrong, right = plant(mistake, mistake["file"]), (ROOT / mistake["file"]).read_text(encoding="utf-8")
+    names = place(number, mistake).relative_to(ROOT).as_posix(), mistake["file"]
+    diff = difflib.unified_diff(wrong.splitlines(), right.splitlines(), *names, lineterm="")
+    print(explanation(mistake), "", *diff, sep="\n")
+
+
 def check(number, mistake):
-    """Run the test of a mistake on a puzzle's script and print the result. Return whether the test passed."""
+    """Run the test of a mistake on a puzzle's script and print the result. Return 0 if the test passed, else 1."""
     script = place(number, mistake)
+    if not script.exists():
+        raise ValueError(f"puzzle {number} is not begun: make puzzle-{number}")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pytest", f"tests/{mistake['check'].format(script=mistake['file'])}"]
         # With the puzzle's folder first, the tests import its script instead of the repository's.
         command += ["-o", f"pythonpath={script.parent.relative_to(ROOT)} . branches pretrain", "-p", "no:cacheprovider"]
-        command += [
-            "--assert=plain",
-            "--tb=native",
-            "--timeout=300",
-            f"--basetemp={folder}/tmp",
-            f"--junitxml={folder}/report.xml",
-        ]
-        hidden = os.environ | {
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }  # as on a machine without a GPU
-        done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
-        report = ElementTree.parse(f"{folder}/report.xml") if Path(folder, "report.xml").exists() else None
+        command += ["--assert=plain", "--tb=native", "--timeout=300", f"--basetemp={folder}/tmp"]
+        command += [f"--junitxml={folder}/report.xml"]
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}  # the test simulates a GPU
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        report = Path(folder, "report.xml").read_text() if Path(folder, "report.xml").exists() else "<none/>"
     if done.returncode == 0:
         note(number, "solved")
         print(f"solved\n{explanation(mistake)}")
-        return True
-    (found, *_) = [one for one in report.iter() if one.tag in ("failure", "error")] if report else [None]
+        return 0
+    found = next((one for one in ElementTree.fromstring(report).iter() if one.tag in ("failure", "error")), None)
     if found is not None and re.match("AssertionError|Failed: (?!Timeout)", found.get("message")):
         print(f"not solved; the symptom was: {mistake['puzzle']['symptom']}")
-    else:
-        text = found.text if found is not None else done.stdout + done.stderr
-        print(text[max(text.find(f'  File "{ROOT}/tests'), 0) :])  # without pytest's own frames
-        print("not solved; an error ended the test")
-    return False
+        return 1
+    text = done.stdout + done.stderr if found is None else found.text
+    print(text[max(text.find(f'  File "{ROOT}/tests'), 0) :])  # without pytest's own frames
+    print("not solved; an error ended the test")
+    return 1
+
+
+ACTIONS = {  # option -> (its function, what it does)
+    "check": (check, "test your script"),
+    "hint": (hint, "get a hint"),
+    "answer": (answer, "see the bug, its effect and the diff"),
+    "again": (begin_again, "restore the bug and discard your changes"),
+}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
-    parser.add_argument("number", nargs="?", help="a puzzle, such as 07; without a number, all puzzles are listed")
+    parser.add_argument("number", nargs="?", help="a puzzle, such as 07; without a number, list the puzzles")
     options = parser.add_mutually_exclusive_group()
-    options.add_argument("--check", action="store_true", help="test your script")
-    options.add_argument("--hint", action="store_true", help="print a hint, and the next time a second one")
-    options.add_argument("--answer", action="store_true", help="print the bug, its harm and its diff")
-    options.add_argument("--again", action="store_true", help="restore the script with the bug; your changes are lost")
-    args, found = parser.parse_args(), read_puzzles()
-    if args.number is None:
-        if args.check or args.hint or args.answer or args.again:
-            parser.error("which puzzle? For example: make puzzle-07 ARGS=--check")
-        return show_list()
-    number = args.number.zfill(2)
-    if number not in found:
-        parser.error(f"there is no puzzle {args.number}: expected 01 to {max(found)}")
-    mistake = found[number]
-    if args.check:
-        if not place(number, mistake).exists():
-            parser.error(f"puzzle {number} is not begun: make puzzle-{number}")
-        sys.exit(0 if check(number, mistake) else 1)
-    if args.hint:
-        note(number, "hint")
-        for hint in mistake["puzzle"]["hints"][: progress(number).count("hint")]:
-            print(f"hint: {hint}")
-    elif args.answer:
-        wrong, right = plant(mistake, mistake["file"]), (ROOT / mistake["file"]).read_text(encoding="utf-8")
-        print(explanation(mistake), end="\n\n")
-        names = place(number, mistake).relative_to(ROOT).as_posix(), mistake["file"]
-        print("\n".join(difflib.unified_diff(wrong.splitlines(), right.splitlines(), *names, lineterm="")))
-    else:
-        begin(number, mistake, args.again)
+    for option, (action, what) in ACTIONS.items():
+        options.add_argument(f"--{option}", dest="action", action="store_const", const=action, help=what)
+    args = parser.parse_args()
+    try:
+        found, number = read_puzzles(), (args.number or "").zfill(2)
+        if args.number and number not in found:
+            raise ValueError(f"there is no puzzle {args.number}: expected 01 to {max(found)}")
+        if args.action and not args.number:
+            raise ValueError("which puzzle? For example: make puzzle-07 ARGS=--check")
+        sys.exit((args.action or begin)(number, found[number]) if args.number else show_list(found))
+    except (OSError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
 
 
 if __name__ == "__main__":

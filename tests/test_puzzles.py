@@ -57,7 +57,7 @@ def test_a_puzzle_from_the_list_to_the_answer(puzzle, project):
 
     script.write_text(planted.replace(wrong, right))
     assert "is as you left it" in puzzle("1")[1] and right in script.read_text()
-    assert puzzle("01", "--check") == (0, f"solved\nthe bug: {about['name']}\nits harm: {about['harm']}\n")
+    assert puzzle("01", "--check") == (0, f"solved\nthe bug: {about['name']}\nits effect: {about['harm']}\n")
     assert puzzle()[1].splitlines()[0].endswith("  solved")
     printed = puzzle("01", "--answer")[1]
     assert f"\n-        {wrong}" in printed and f"\n+        {ours}" in printed and right in script.read_text()
