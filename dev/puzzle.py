@@ -125,8 +125,9 @@ def check(number, mistake):
         command += ["--assert=plain", "--tb=native", "--timeout=300", f"--basetemp={folder}/tmp"]
         command += [f"--junitxml={folder}/report.xml"]
         env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}  # the test simulates a GPU
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        report = Path(folder, "report.xml").read_text() if Path(folder, "report.xml").exists() else "<none/>"
+        done = subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        path = Path(folder, "report.xml")
+        report = path.read_bytes() if path.exists() else b"<none/>"
     if done.returncode == 0:
         note(number, "solved")
         print(f"solved\n{explanation(mistake)}")
