@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import EAGER, ROOT, RUNGS, TRAIN, load, made_up_gpu, press_ctrl_c_at, run_guard
 
+from dev.puzzle import read_puzzles
+
 RUN = {  # the beginning of a command -> the bash line that creates the files it needs
     "make run": "",
     'make quality ARGS="--seeds 3': "",
@@ -25,7 +27,7 @@ RUN = {  # the beginning of a command -> the bash line that creates the files it
 
 @pytest.fixture(scope="module")
 def found():
-    """Return {command: file} for the commands in the Markdown files, the programs' docstrings and `make help`."""
+    """Return {command: file} for the commands in the Markdown files, docstrings, puzzles and `make help`."""
     help = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     texts = {"make help": re.sub(r'^(make \S+)(.*?)( ARGS=(?:".*?"|\S+))', r"\1\n\1\3  ", help, flags=re.MULTILINE)}
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/pages/**/*.md")]:
@@ -34,10 +36,13 @@ def found():
         texts[path] = "\n".join([re.sub(r"\\\n *", "", text), *(" ".join(span.split()) for span in spans)])
     for path in [path for folder in (".", "*") for path in ROOT.glob(f"{folder}/*.py")]:
         texts[path] = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    for number, mistake in read_puzzles().items():
+        story = re.sub(r"\{script\}|\{folder\}/tiny.py", mistake["file"], mistake["puzzle"]["story"])
+        texts[f"puzzle {number}"] = re.sub(r"\\\n *", "", story)
     found = {}
     for where, text in texts.items():
         for line in (line.strip() for line in re.split(r"\n|  +|\s# ", text)):
-            if re.match(r"\(?(\w+=(\$\(.*\)|\S+) )?(make|(\.venv/bin/)?python|uv|torchrun) ", line):
+            if re.match(r"\(?(\w+=(\$\(.*\)|\S+) )*(make|(\.venv/bin/)?(python|torchrun)|uv) ", line):
                 found.setdefault(line.strip("()"), where)
     return found
 
