@@ -60,7 +60,7 @@ SUMMARY = re.compile(
 
 
 # The slowest test files. Starting them first lets all workers finish at about the same time.
-LONGEST = "commands mistakes scripts memory measure docs notebooks peers ranks pretrain numerics model".split()
+LONGEST = "commands mistakes puzzles scripts memory measure docs notebooks peers ranks pretrain numerics model".split()
 
 
 def pytest_collection_modifyitems(items):
