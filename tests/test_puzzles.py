@@ -49,11 +49,11 @@ def test_a_puzzle_from_the_list_to_the_answer(puzzle, project):
     assert puzzle("01", "--check") == (1, f"not solved; the symptom was: {symptom}\n")
     assert [puzzle("01", "--hint")[1].count("hint: ") for _ in range(3)] == [1, 2, 2]
 
-    script.write_text(planted.replace(wrong, "self.transformer.wte.weight = lm_head.weight"))
+    script.write_text(planted.replace(wrong, "1 / 0"))
     status, printed = puzzle("01", "--check")
     assert puzzle()[1].splitlines()[0].endswith("  begun")
     assert status == 1 and printed.startswith(f'  File "{project}/tests/')
-    assert printed.endswith("NameError: name 'lm_head' is not defined\nnot solved; an error ended the test\n")
+    assert printed.endswith("ZeroDivisionError: division by zero\nnot solved; an error ended the test\n")
 
     script.write_text(planted.replace(wrong, right))
     assert "is as you left it" in puzzle("1")[1] and right in script.read_text()
