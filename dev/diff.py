@@ -22,7 +22,7 @@ def docstring(script):
 
 
 def numbered(rung, *options):
-    """Return git's diff of a rung without the docstrings, with line numbers that count from the start of each file.
+    """Return git's diff of a rung from the line --- on, without the docstrings. Line numbers are those of the files.
 
     Raises OSError or ValueError.
     """
@@ -31,7 +31,8 @@ def numbered(rung, *options):
     def in_the_file(hunk):
         return f"@@ -{int(hunk[1]) + old}{hunk[2]} +{int(hunk[3]) + new}"
 
-    return re.sub(r"@@ -(\d+)(\S*) \+(\d+)", in_the_file, code_diff(rung.before, rung.file, *options))
+    lines = code_diff(rung.before, rung.file, *options).split("\n", 2)[2]  # without `diff --git` and `index`
+    return re.sub(r"@@ -(\d+)(\S*) \+(\d+)", in_the_file, lines)
 
 
 def show(rung):

@@ -5,9 +5,11 @@ Some are run, and long runs are interrupted at their second step. Of the others,
 
 import argparse
 import ast
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,3 +139,19 @@ def test_a_command_works_as_written(start, found, clone):
     env = {"HOME": str(clone.parent), "PYTHONPATH": str(ROOT / "tests" / "offline"), "CUDA_VISIBLE_DEVICES": ""} | EAGER
     printed, status = press_ctrl_c_at(r"^step +1 \| loss|^\d+ runs to go", ["bash", "-c", script], clone, **env)
     assert status == 0 or (status is None and re.search("median of steps|runs to go", printed)), printed
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_installation_prints_the_progress_of_large_downloads_and_if_it_fails_all_that_pip_prints(status, tmp_path):
+    said = ["Collecting torch", "  Downloading torch-2.13.0-cp311.whl (526.6 MB)"]
+    said += ["Progress 0 of 526574961", "Progress 526574961 of 526574961", "Downloading tiny-1.0.whl (9 kB)"]
+    said += ["Progress 9000 of 9000", "Installing collected packages: tiny, torch", "ERROR: no space left"]
+    made_up = f"import sys\nif '-r' in sys.argv:\n    print(*{said}, sep='\\n')\n    sys.exit({status})\n"
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(made_up)
+    command, env = [sys.executable, "-m", "dev.install", "requirements.txt"], os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    shown = "torch-2.13.0: 527 of 527 MB\npip has downloaded the packages and is installing them\n"
+    everything = "".join(f"{line}\n" for line in said if not line.startswith("Progress"))
+    assert (done.returncode, done.stdout.lstrip(), done.stderr) == (status, shown, everything * status)

@@ -107,7 +107,7 @@ def test_the_numbers_in_docstrings_and_the_sizes_beside_the_models_are_right():
     08: {1 / (1 - beta2):.0f} at PyTorch's default beta2 of {beta2}, only {1 / (1 - 0.95):.0f} at 0.95
     08: from {adamw["weight_decay"]} to ... the {matrices} matrices, not for the {len(model(8)) - matrices} bias
     09: a peak of {1e4 * peak:.0f}e-4 instead of 3e-4
-    10: {28 * padded / 1e9:.1f} GB instead of {80 * padded / 1e9:.0f} ... {gb[10]:.0f} GB instead of {gb[9]:.0f} GB
+    10: {28 * padded / 1e9:.1f} GB instead of {80 * padded / 1e9:.0f} GB in an update
     ddp: ({4 * padded / 1e6:.0f} MB for 124M parameters)
     long: a checkpoint takes {3 * 4 * padded / 1e9:.1f} GB
     fp16: ({t4["fp16"]} and {t4["float32"]} TFLOP/s) ... by {scale:.0f}
@@ -121,3 +121,21 @@ def test_the_numbers_in_docstrings_and_the_sizes_beside_the_models_are_right():
     assert [(name, phrase) for name, phrase in phrases if phrase not in texts[name.strip()]] == []
     for name, millions in re.findall(r'^    "(gpt2.*?)": .*  # (\d+)M', source(SCRIPTS[1]), re.MULTILINE):
         assert round(sum(p.numel() for p in model(1, name)) / 1e6) == int(millions)
+
+
+def test_speed_rungs_state_the_latest_step_times_on_our_gpu_and_the_first_steps_that_compile():
+    measured = [data for data in tables.measurements().values() if data.whole]
+    (h200,) = (data for data in measured if data.host["name"] == "NVIDIA H200")
+    for rung in [rung for rung in RUNGS.values() if rung.part == "rung" and rung.kind == "speed"]:
+        before, after = (h200.rows[script]["median_ms"] for script in (rung.before, rung.file))
+        said = f"On an H200 at B {h200.settings['batch_size']}, a step took {before:.1f} ms before this change and "
+        said += f"{after:.1f} ms after it"
+        said += " (in earlier versions of rungs 08 to 10)" * h200.outdated([rung.before, rung.file])
+        assert f"{said}." in " ".join(split(source(rung.file))[0].split()), rung.file
+    h200, cpu = (
+        [data.rows[script]["first_step_s"] for data in measured if data.cpu == cpu for script in SCRIPTS[5:11]]
+        for cpu in (False, True)
+    )
+    low, high, slow, slower = (5 * round(seconds / 5) for times in (h200, cpu) for seconds in (min(times), max(times)))
+    said = f"the first step takes {low} to {high} s on an H200, {slow} to {slower} s on two CPU cores"
+    assert all(said in source(script) for script in RUNGS if script not in SCRIPTS[:5])
