@@ -45,12 +45,12 @@ def show(rung):
     return docstring(rung.file) + numbered(rung, *options)
 
 
-def diff(number):
-    """Return a rung's diff as Markdown. `number` is its short name, such as 02 or muon."""
+def diff(number, context=3):
+    """Return a rung's diff as Markdown. `number` is its short name, such as 02 or muon; `context` is in lines."""
     rung = find(number)
     added, removed = changed_lines(rung.before, rung.file)
     kind = f" Kind: {rung.kind}." if rung.kind else ""
-    hunks = numbered(rung).partition("\n@@ ")
+    hunks = numbered(rung, f"-U{context}").partition("\n@@ ")
     return f"""
 From `{rung.before}` to `{rung.file}`: +{added} −{removed} lines (`make diff-{number}`).{kind}
 

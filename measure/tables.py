@@ -17,6 +17,7 @@ difference may be noise.
 import argparse
 import json
 import re
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -31,7 +32,6 @@ PRETRAINED = "pretrain-nano-cpu-amd-epyc-2026-11-22"  # a run of pretrain/train.
 BEYOND = ROOT / "results" / "counts-beyond.json"  # counts of rung 10 and of the side rungs for speed that build on it
 STEPS = "The kernels of one training step of each script, in order, measured on {}"
 LAYER = "The kernels of one layer in rungs 04 and 10, forward and backward, measured on {}"
-FIRST = "T4", "L4", "RTX 4090", "RTX 5090", "A100 SXM 80 GB", "H100 SXM", "H200"  # the cards that the README lists
 
 # ---- what the pages show
 
@@ -81,7 +81,7 @@ def percent(ratio):
 def two_sizes(alt, folder, name):
     """Return a picture with a variant for a narrow screen. `folder` is the path from the page to docs/pages/img/."""
     narrow = f'<source media="(max-width: 600px)" srcset="{folder}{name}-narrow.svg">'
-    return f'<picture>\n{narrow}\n<img alt="{alt}" src="{folder}{name}.svg">\n</picture>'
+    return f'<picture>{narrow}<img alt="{alt}" src="{folder}{name}.svg"></picture>'
 
 
 def picture(data, folder):
@@ -89,14 +89,28 @@ def picture(data, folder):
     base, ten, s = data.rows["baseline.py"], data.rows[TEN], data.settings
     gib = [row["peak_gib"] for row in (base, ten) if row["peak_gib"]]
     memory = f", and its peak memory from {gib[0]:.2f} to {gib[1]:.2f} GiB" if len(gib) == 2 else ""
-    old = " Some rungs have changed since this measurement." if data.outdated(data.changed) else ""
+    old = " Some rungs have changed since then." if data.outdated(data.changed) else ""
     shown = two_sizes(f"Tokens per second of each script, measured on {data.label}", folder, "tokens")
     if not data.cpu and data.name == getattr(profiled()[0], "name", None):
         shown = two_sizes(STEPS.format(data.label), folder, "steps")
-    return f"""{shown}
+    gain = f"""**What you gain**: on an {data.host["name"]}, rungs 01 to 10 cut a step of `{s["model"]}` at batch size
+        (B) {s["batch_size"]} from {base["median_ms"]:,.1f} to {ten["median_ms"]:,.1f} ms{memory}. The speed-up,
+        {ten["over_baseline"]["median"]:.2f}×, is the median of the ratios within a pass over all scripts.
+        {fastest(data)}{old}"""
+    return f"{shown}\n\n{textwrap.fill(' '.join(gain.split()), 144, break_on_hyphens=False)}"
 
-**What you gain**: on this GPU, rungs 01 to 10 cut a step of `{s["model"]}` at batch size (B) {s["batch_size"]} from
-{base["median_ms"]:,.1f} to {ten["median_ms"]:,.1f} ms ({ten["over_baseline"]["median"]:.2f}×){memory}.{old}"""
+
+def fastest(data):
+    """Return sentences with our highest speed of rung 10 on a GPU and the highest public one, or an empty string."""
+    name, public = data.host["name"], read_toml("results/public.toml")["speed"]
+    ours = [row for one in recorded() if one.host["name"] == name for row in one.batches if row["tokens_per_s"]]
+    public = [one["tokens_per_s"] for one in public if one.get("plain", True) and name.endswith(one["card"])]
+    if not (ours and public):
+        return ""
+    best = max(ours, key=lambda row: row["tokens_per_s"])
+    options = f"--batch-size {best['batch_size']} --compile-mode {best['compile_mode']}"
+    return f"""With `{options}`, rung 10 processed {best["tokens_per_s"]:,.0f} tokens/s in one run. The fastest
+        public figure that we know of for plain GPT-2 124M on this GPU is {max(public):,}."""
 
 
 def ladder(data):
@@ -104,47 +118,36 @@ def ladder(data):
     device, rows = "CPU" if data.cpu else data.host["name"], []
     for rung in [rung for rung in read_ladder() if rung.part == "rung"]:
         added, removed = changed_lines(rung.before, rung.file) if rung.before else (0, 0)
+        ratio = data.rows.get(rung.file, {}).get("over_before")
         rows.append(
             {
                 "rung": f"[{rung.number}]({rung.file})",
                 "idea": f"[{rung.idea}](docs/pages/rungs/{Path(rung.file).stem}.md)",
                 "kind": rung.kind + ", on a GPU" * rung.gpu,
-                f"{device}, {data.settings['model']}": speed_up(data.rows.get(rung.file, {}).get("over_before")),
+                f"{device}, {data.settings['model']}": f"{ratio['median']:.2f}×" if ratio else "",
                 "lines": f"+{added} −{removed}" if rung.before else "",
             }
         )
-    old = (
-        " A value is missing if this rung or the previous one has changed since then."
-        if data.outdated(data.changed)
-        else ""
-    )
+    old = ", or empty if one of the two has changed since our measurement" if data.outdated(data.changed) else ""
     return f"""{table(rows)}
 
-The column with × shows the speed-up over the previous rung in our measurement ({data.label}; range over the
-passes).{old} Rungs marked "on a GPU" show nothing on a CPU."""
+A number with × is the speed-up over the previous rung{old}. Rungs marked "on a GPU" show nothing on a CPU."""
 
 
-def speeds(published, steps, only=None):
-    """Return the table of public speeds. MFU is the fraction of the data sheet's peak.
-
-    If `only` lists cards, the table contains only the fastest PyTorch run of GPT-2 124M on each of them.
-    """
+def speeds(published, steps):
+    """Return the table of public speeds. MFU is the fraction of the data sheet's peak."""
     flops = counts.totals(steps["baseline.py"])[0] / (4 * 1024)  # per token, including masked scores
-    peaks, rows = read_toml("measure/cards.toml"), {}
+    peaks, rows = read_toml("measure/cards.toml"), []
     for one in published:
-        plain = one.get("plain", True)
-        if only and not (one["card"] in only and plain and one["ran"].startswith("PyTorch")):
-            continue
         speed, size = one["tokens_per_s"], one.get("batch_size")
         peak = peaks.get(one.get("peak", one["card"]), {}).get(one["precision"])
         row = {"card": one["card"], "tokens/s": f"{speed:,}", "B": number(size, "d")}
         row["ms"] = f"{1000 * size * 1024 / speed:,.0f}" if size else ""
-        row["MFU"] = f"{speed * flops / peak / 1e12:.0%}" if peak and plain else ""
-        row |= {} if only else {"what ran": one["ran"]}
+        row["MFU"] = f"{speed * flops / peak / 1e12:.0%}" if peak and one.get("plain", True) else ""
+        row["what ran"] = one["ran"]
         row["measured by"] = f"[{one['source']}]({one['url']})" if "url" in one else one["source"]
-        # If `only` is given, each run replaces the card's earlier run, and public.toml lists a card's fastest run last.
-        rows[one["card"] if only else len(rows)] = row
-    return list(rows.values())
+        rows.append(row)
+    return rows
 
 
 def ours(measured):
@@ -492,7 +495,6 @@ def parts():
         "front": picture(data, "img/"),
         "counts": two_sizes(alt, "img/", "counts"),
         "ladder": ladder(data),
-        "cards": table(speeds(public["speed"], found[COUNTED], FIRST)),
         "speeds": table(speeds(public["speed"], found[COUNTED])),
         "ours": table(ours(whole)),
         "counted": table(counted(found)) + f"\n\nCounted with torch {counts.counted_with()}.",

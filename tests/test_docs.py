@@ -135,6 +135,11 @@ def test_times_and_memory_in_sentences_and_arithmetic_are_the_measured_ones():
     rate = max(b["tokens_per_s"] for b in second.batches if b["compile_mode"] == "default")
     record = (PAGES[0].parent / "rungs" / "record.md").read_text(encoding="utf-8")
     assert f"rung 10 runs {rate:,.0f} tokens per second at B 64" in record
+    pretrain = (PAGES[0].parent / "pretrain.md").read_text(encoding="utf-8")
+    assert (
+        pretrain.count(f"{rate:,.0f} tokens per second") == 1 and pretrain.count(f"10,000,000,000 / {rate:,.0f}") == 3
+    )
+    reduce = [2 * (n - 1) / n * 4 * 124_475_904 / 450e6 for n in (2, 8)]  # ms, over NVLink 4
     one, again, big = (batches[size, "default"] for size in (1, 16, 64))
     graphs = batches[64, "reduce-overhead"]
     trained = json.loads((ROOT / "results" / "muon.json").read_text(encoding="utf-8"))["runs"]
@@ -163,6 +168,7 @@ results {ten:.1f} ms {attention:.1f} ms 0.193 ms 1.3 ms
 ddp_run 1.35 s 1.35 s 2.91 ms
 fsdp_run 24 GiB
 fused_loss {ten:.1f} ms
+pretrain {reduce[0]:.1f} ms {reduce[1]:.1f} ms
 queued_steps {sum(left.values()):.1f} ms {left["idle"]:.1f} ms {ten:.1f} ms {one:.1f} ms
 queued_steps {sum(left.values()):.1f} ms {left["idle"]:.1f} ms
 record {big:.1f} ms {graphs:.1f} ms {" ".join(f"{big:.1f} ms {high} ms" for high in highs)}

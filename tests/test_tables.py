@@ -78,6 +78,8 @@ SPEEDS = [{"card": "T4", "batch_size": 4, "precision": "fp16", "source": "S", "u
 SPEEDS[0]["tokens_per_s"] = 20_000
 SPEEDS += [SXM | {"tokens_per_s": 110_000, "ran": "PyTorch b"}, SXM | {"tokens_per_s": 120_000, "ran": "llm.c"}]
 SPEEDS += [SXM | {"tokens_per_s": 130_000, "ran": "PyTorch c", "plain": False}]
+SPEEDS += [SXM | {"card": "Made Up GPU", "tokens_per_s": speed, "ran": "d"} for speed in (120_500, 119_000)]
+SPEEDS += [SPEEDS[-1] | {"tokens_per_s": 150_000, "plain": False}]
 CARDS = {"T4": {"float32": 8, "fp16": 50, "gb_per_s": 500}, "A100": {"float32": 20, "bf16": 250, "gb_per_s": 1000}}
 TOML = {"results/predictions.toml": {"prediction": PREDICTIONS}, "measure/cards.toml": CARDS}
 TOML |= {"results/public.toml": {"log": [LOG], "speed": SPEEDS}}
@@ -219,11 +221,13 @@ def test_the_summary_of_a_measurement_and_its_comparison_with_an_older_one(world
 
 
 PARTS = """
-picture: 1,240.0 to 60.0 ms (20.50×), and its peak memory from 29.80 to 19.80 GiB.
-front: 1,240.0 to 60.0 ms (20.50×), and its peak memory from 29.80 to 19.80 GiB.
+picture: 1,240.0 to 60.0 ms, and its peak memory from 29.80 to 19.80 GiB. The speed-up, 20.50×, is
+picture: With `--batch-size 8 --compile-mode reduce-overhead`, rung 10 processed 128,000 tokens/s in one run.
+picture: The fastest public figure that we know of for plain GPT-2 124M on this GPU is 120,500.
+front: 1,240.0 to 60.0 ms, and its peak memory from 29.80 to 19.80 GiB. The speed-up, 20.50×, is
 ladder: | rung | idea | kind | Made Up GPU, gpt2 | lines |
-ladder: (docs/pages/rungs/speedup_01_weight_tying.md) | memory | 1.34× (1.28–1.40) | +1 −0 |
-ladder: (docs/pages/rungs/speedup_02_tf32.md) | speed, on a GPU | 1.53× (1.50–1.56) | +4 −0 |
+ladder: (docs/pages/rungs/speedup_01_weight_tying.md) | memory | 1.34× | +1 −0 |
+ladder: (docs/pages/rungs/speedup_02_tf32.md) | speed, on a GPU | 1.53× | +4 −0 |
 ladder: (docs/pages/rungs/speedup_06_flash_attn.md) | speed | 1.25× | +1 −5 |
 ours: | Made Up GPU, gpt2 | 2 | 1024 | 60.0 | 34,133 | 15% |
 ours: | CPU: Made Up(R) 9000, nano | 4 | 128 | 100.0 | 5,120 | 25% |
@@ -236,8 +240,6 @@ log: step   19 | loss 9.810000 | dt   800.00 ms |      2,560 tok/s
 speeds: | T4 | 20,000 | 4 | 205 | 40% | PyTorch a | [S](U) |
 speeds: | A100 SXM 80 GB | 120,000 |  |  | 48% | llm.c | V |
 speeds: | A100 SXM 80 GB | 130,000 |  |  |  | PyTorch c | V |
-cards: | T4 | 20,000 | 4 | 205 | 40% | [S](U) |
-cards: | A100 SXM 80 GB | 110,000 |  |  | 44% | V |
 counted: | rung | TFLOP, B 4 / 16 / 2 | GB moved, B 4 / 16 / 2 | kernels, B 4 / 16 / 2 |
 counted: | 06 Flash attention | 1.50 / 6.00 / 1.50 | 31.0 / 42.0 / 5.2 | 3 / 3 / 3 |
 floors: | floor, ms | T4 | A100 |
@@ -264,8 +266,7 @@ def test_a_page_shows_the_numbers_of_the_measurements_the_counts_and_the_public_
     found = tables.parts.__wrapped__()
     for said in PARTS.strip().splitlines():
         name, row = said.split(": ", 1)
-        assert row in found[name], said
-    assert len(cells(found["cards"])) == 4  # of a card, only the fastest run of GPT-2 in PyTorch
+        assert row in found[name].replace("\n", " "), said
     gpu, cpu = found["results"].split("\n## ")
     assert list(world) == ["gpu", "cpu"] and "`results/gpu/runs.jsonl`" in gpu and "`results/cpu/runs.jsonl`" in cpu
 
