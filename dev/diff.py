@@ -75,9 +75,9 @@ def address():
 
 
 def notebook(name):
-    """Return a link from the page of a rung to a notebook. Without an address, it works only in the repository."""
-    root = f"{address()}/blob/main" if address() else "../../.."
-    return f"[`notebooks/{name}.ipynb`]({root}/notebooks/{name}.ipynb)"
+    """Return a link to a notebook, or only its path if the repository has no address."""
+    file = f"notebooks/{name}.ipynb"
+    return f"[`{file}`]({address()}/blob/main/{file})" if address() else f"`{file}`"
 
 
 def repository():

@@ -33,7 +33,9 @@ def plant(mistake, file):
     text = (ROOT / file).read_text(encoding="utf-8")
     for old, new in mistake["edits"]:
         if text.count(old) != 1:
-            raise ValueError(f"{file} does not contain this text exactly once: {old}")
+            raise ValueError(
+                f"{file} was edited where this mistake belongs: undo that (git restore {file}) or edit both"
+            )
         text = text.replace(old, new)
     return text
 
@@ -101,8 +103,9 @@ def begin_again(number, mistake):
 def hint(number, mistake):
     """Print one hint more than the last time."""
     note(number, "hint")
-    for text in mistake["puzzle"]["hints"][: progress(number).count("hint")]:
-        print(f"hint: {text}")
+    hints, given = mistake["puzzle"]["hints"], progress(number).count("hint")
+    for place, text in enumerate(hints[:given], 1):
+        print(f"hint {place} of {len(hints)}: {text}")
 
 
 def answer(number, mistake):
@@ -134,7 +137,9 @@ def check(number, mistake):
         return 0
     found = next((one for one in ElementTree.fromstring(report).iter() if one.tag in ("failure", "error")), None)
     if found is not None and re.match("AssertionError|Failed: (?!Timeout)", found.get("message")):
-        print(f"not solved; the symptom was: {mistake['puzzle']['symptom']}")
+        print(
+            f"not solved; the symptom was: {mistake['puzzle']['symptom']}\nfor a hint: make puzzle-{number} ARGS=--hint"
+        )
         return 1
     text = done.stdout + done.stderr if found is None else found.text
     print(text[max(text.find(f'  File "{ROOT}/tests'), 0) :])  # without pytest's own frames

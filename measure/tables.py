@@ -21,7 +21,7 @@ import textwrap
 from functools import cache
 from pathlib import Path
 
-from dev.ladder import ROOT, changed_lines, find, read_ladder, read_toml, title
+from dev.ladder import ROOT, changed_lines, find, read_ladder, read_toml, short, title
 from measure import counts, memory, plots, quality, records, timeline
 from measure.records import TEN, batch_cells, cells, conditions, number, speed_up, step
 
@@ -84,33 +84,44 @@ def two_sizes(alt, folder, name):
     return f'<picture>{narrow}<img alt="{alt}" src="{folder}{name}.svg"></picture>'
 
 
-def picture(data, folder):
-    """Return the picture of the front pages, with what the ladder gains on our GPU. See two_sizes() for `folder`."""
+def picture(measured, folder):
+    """Return the picture of the front pages, with what the ladder gains. See two_sizes() for `folder`."""
+    data = measured[0]
     base, ten, s = data.rows["baseline.py"], data.rows[TEN], data.settings
     gib = [row["peak_gib"] for row in (base, ten) if row["peak_gib"]]
-    memory = f", and its peak memory from {gib[0]:.2f} to {gib[1]:.2f} GiB" if len(gib) == 2 else ""
-    old = " Some rungs have changed since then." if data.outdated(data.changed) else ""
     shown = two_sizes(f"Tokens per second of each script, measured on {data.label}", folder, "tokens")
     if not data.cpu and data.name == getattr(profiled()[0], "name", None):
         shown = two_sizes(STEPS.format(data.label), folder, "steps")
-    gain = f"""**What you gain**: on an {data.host["name"]}, rungs 01 to 10 cut a step of `{s["model"]}` at batch size
-        (B) {s["batch_size"]} from {base["median_ms"]:,.1f} to {ten["median_ms"]:,.1f} ms{memory}. The speed-up,
-        {ten["over_baseline"]["median"]:.2f}×, is the median of the ratios within a pass over all scripts.
-        {fastest(data)}{old}"""
-    return f"{shown}\n\n{textwrap.fill(' '.join(gain.split()), 144, break_on_hyphens=False)}"
+    changed = [short(script) for script in data.rows if data.outdated([script])]
+    since = f"; rungs {' and '.join(changed)} have changed since" if changed else ""
+    speeds = f"{ten['tokens_per_s']:,.0f} instead of {base['tokens_per_s']:,.0f} tokens/s"
+    memory = f", and cut its peak memory from {gib[0]:.2f} to {gib[1]:.2f} GiB" if len(gib) == 2 else ""
+    said = f"""**What you gain**: on {data.host["name"]}, rungs 01 to 10 make `{s["model"]}` {gain(ten)} as fast at
+        batch size (B) {s["batch_size"]}, {speeds}{memory} ({data.finished[:10]}, torch {data.host["torch"]}{since}).
+        Each × is the median of the ratios within a pass over all scripts, which can differ from a ratio of medians."""
+    for one in [one for one in measured[1:2] if one.cpu]:
+        said += f" On a CPU ({one.host['name']}), `{one.settings['model']}` becomes {gain(one.rows[TEN])} as fast."
+    said = textwrap.fill(" ".join(f"{said} {fastest(data)}".split()), 144, break_on_hyphens=False)
+    return f"{shown}\n\n{said}"
+
+
+def gain(row):
+    return f"{row['over_baseline']['median']:.2f}×"
 
 
 def fastest(data):
     """Return sentences with our highest speed of rung 10 on a GPU and the highest public one, or an empty string."""
     name, public = data.host["name"], read_toml("results/public.toml")["speed"]
     ours = [row for one in recorded() if one.host["name"] == name for row in one.batches if row["tokens_per_s"]]
-    public = [one["tokens_per_s"] for one in public if one.get("plain", True) and name.endswith(one["card"])]
+    public = [one for one in public if one.get("plain", True) and name.endswith(one["card"])]
     if not (ours and public):
         return ""
-    best = max(ours, key=lambda row: row["tokens_per_s"])
-    options = f"--batch-size {best['batch_size']} --compile-mode {best['compile_mode']}"
-    return f"""With `{options}`, rung 10 processed {best["tokens_per_s"]:,.0f} tokens/s in one run. The fastest
-        public figure that we know of for plain GPT-2 124M on this GPU is {max(public):,}."""
+    best, theirs = (max(rows, key=lambda row: row["tokens_per_s"]) for rows in (ours, public))
+    said = f"With `--batch-size {best['batch_size']} --compile-mode {best['compile_mode']}`, rung 10 processed "
+    said += (
+        f"{best['tokens_per_s']:,.0f} tokens/s on the GPU in one run. The highest public figure that we know of for it "
+    )
+    return said + f"is {theirs['tokens_per_s']:,} ({theirs['ran']}, B {theirs['batch_size']})."
 
 
 def ladder(data):
@@ -124,14 +135,14 @@ def ladder(data):
                 "rung": f"[{rung.number}]({rung.file})",
                 "idea": f"[{rung.idea}](docs/pages/rungs/{Path(rung.file).stem}.md)",
                 "kind": rung.kind + ", on a GPU" * rung.gpu,
-                f"{device}, {data.settings['model']}": f"{ratio['median']:.2f}×" if ratio else "",
-                "lines": f"+{added} −{removed}" if rung.before else "",
+                f"{device}": f"{ratio['median']:.2f}×" if ratio else "",
+                "lines of code": f"+{added} −{removed}" if rung.before else "",
             }
         )
-    old = ", or empty if one of the two has changed since our measurement" if data.outdated(data.changed) else ""
+    old = ", or empty if one of the two has changed since" if data.outdated(data.changed) else ""
     return f"""{table(rows)}
 
-A number with × is the speed-up over the previous rung{old}. Rungs marked "on a GPU" show nothing on a CPU."""
+A number with × is the speed-up over the previous rung{old}. Rungs marked "on a GPU" change nothing on a CPU."""
 
 
 def speeds(published, steps):
@@ -491,8 +502,8 @@ def parts():
     public, found, data = read_toml("results/public.toml"), counts.read_counts(), next(iter(whole.values()))
     alt = f"For each rung: ms per step on {data.label}, and the TFLOP, GB moved and kernels of one step"
     return {name: learned(name) for name in LEARNED} | {
-        "picture": picture(data, "docs/pages/img/"),
-        "front": picture(data, "img/"),
+        "picture": picture(list(whole.values()), "docs/pages/img/"),
+        "front": picture(list(whole.values()), "img/"),
         "counts": two_sizes(alt, "img/", "counts"),
         "ladder": ladder(data),
         "speeds": table(speeds(public["speed"], found[COUNTED])),

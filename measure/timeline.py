@@ -309,7 +309,7 @@ def slowest(step, counted, card=None):
                 "group": LABELS.get(kind, kind),
                 "calls": str(times),
                 "ms": f"{long / 1000:,.2f}",
-                "of the step": f"{long / 1000 / step['ms']:.0%}",
+                "share": f"{long / 1000 / step['ms']:.0%}",
                 "GFLOP": records.number(kernel and times * kernel.flops / 1e9 or None, ",.1f"),
                 "MB": records.number(kernel and times * kernel.bytes / 1e6, ",.1f"),
                 "floor, ms": records.number(floor or None, ",.2f"),
@@ -354,7 +354,7 @@ def main():
     if rung.part == "rung" or rung.kind == "speed":  # counts.py cannot count the other side rungs
         mine, its = torch.__version__.partition("+")[0], data.host["torch"].partition("+")[0]
         other = f"; the profile was made with torch {its}, so kernels may differ" if its != mine else ""
-        print(f"counting a step with torch {mine}{other}", file=sys.stderr)
+        print(f"counting a step with torch {mine}{other} (takes about half a minute)", file=sys.stderr)
         sizes = {name: data.settings[name] for name in ("model", "batch_size", "seq_len")}
         counted = counts.step(rung, **sizes, cuda=not data.cpu)
     print(f"\n{records.text(slowest(step, counted, card))}\n\n{out.relative_to(ROOT)}")

@@ -43,11 +43,12 @@ def test_a_puzzle_from_the_list_to_the_answer(puzzle, project):
     script, about = project / "puzzles" / "01" / place("01", FOUND["01"]).name, FOUND["01"]
     wrong, ours = (f"self.transformer.wte.{name} = self.lm_head.weight" for name in ("weights", "weight"))
     right, symptom = "self.lm_head.weight = self.transformer.wte.weight", about["puzzle"]["symptom"]
+    help = "for a hint: make puzzle-01 ARGS=--hint\n"
     assert [line[:2] for line in puzzle()[1].splitlines() if line[:2].isdigit()] == list(FOUND)
     assert puzzle("01", "--check") == (2, "puzzle.py: error: puzzle 01 is not begun: make puzzle-01\n")
     assert symptom in puzzle("01")[1] and wrong in (planted := script.read_text())
-    assert puzzle("01", "--check") == (1, f"not solved; the symptom was: {symptom}\n")
-    assert [puzzle("01", "--hint")[1].count("hint: ") for _ in range(3)] == [1, 2, 2]
+    assert puzzle("01", "--check") == (1, f"not solved; the symptom was: {symptom}\n{help}")
+    assert [puzzle("01", "--hint")[1].count(" of 2: ") for _ in range(3)] == [1, 2, 2]
 
     script.write_text(planted.replace(wrong, "1 / 0"))
     status, printed = puzzle("01", "--check")
