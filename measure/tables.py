@@ -96,7 +96,7 @@ def picture(measured, folder):
     since = f"; rungs {' and '.join(changed)} have changed since" if changed else ""
     speeds = f"{ten['tokens_per_s']:,.0f} instead of {base['tokens_per_s']:,.0f} tokens/s"
     memory = f", and cut its peak memory from {gib[0]:.2f} to {gib[1]:.2f} GiB" if len(gib) == 2 else ""
-    said = f"""**What you gain**: on {data.host["name"]}, rungs 01 to 10 make `{s["model"]}` {gain(ten)} as fast at
+    said = f"""**What you gain**: on an {data.host["name"]}, rungs 01 to 10 make `{s["model"]}` {gain(ten)} as fast at
         batch size (B) {s["batch_size"]}, {speeds}{memory} ({data.finished[:10]}, torch {data.host["torch"]}{since}).
         Each × is the median of the ratios within a pass over all scripts, which can differ from a ratio of medians."""
     for one in [one for one in measured[1:2] if one.cpu]:
