@@ -135,7 +135,7 @@ def ladder(data):
                 "rung": f"[{rung.number}]({rung.file})",
                 "idea": f"[{rung.idea}](docs/pages/rungs/{Path(rung.file).stem}.md)",
                 "kind": rung.kind + ", on a GPU" * rung.gpu,
-                f"{device}": f"{ratio['median']:.2f}×" if ratio else "",
+                f"{device}": f"{ratio['median']:.2f}×{', on one GPU' * (rung.kind == 'scale')}" if ratio else "",
                 "lines of code": f"+{added} −{removed}" if rung.before else "",
             }
         )

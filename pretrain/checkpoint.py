@@ -54,6 +54,7 @@ def load_model(source, device="cpu"):
         raise ValueError(f"{source} does not contain the weights of a GPT: {error!r}") from None
     except Exception as error:  # torch.load raises many exception types for a damaged file
         name = "" if str(source) in str(error) else f"{source}: "
+        name += "" if path.exists() else "no such file or folder here. "
         raise ValueError(name + " ".join(str(error).split())[:300]) from None
 
 

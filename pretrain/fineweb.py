@@ -80,7 +80,7 @@ def read_shards(folder):
     if shards["other"] or not shards["val"] or not shards["train"]:
         train, val, other = (len(shards[kind]) for kind in ("train", "val", "other"))
         counts = f"{train} shards match *_train_*.bin, {val} match *_val_*.bin, {other} match neither"
-        raise DataError(f"{folder}: {counts}; each name must match a pattern, and both kinds are needed")
+        raise DataError(f"{folder}: {counts}; it needs both kinds and no others (pretrain/fineweb.py makes them)")
     return shards["val"][0], shards["train"]
 
 

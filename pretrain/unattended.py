@@ -95,7 +95,7 @@ def open_run(args, task, config):
     theirs = run.get("task", {}) | run["config"]
     for name, value in (task | config).items():
         if theirs.get(name) != value:
-            raise OSError(f"{folder} has checkpoints of another run: {name} {theirs.get(name)}, not {value}")
+            raise OSError(f"{folder} was saved with other settings: {name} {theirs.get(name)}, not {value}")
     if dist.is_initialized():
         steps = [0] * args.world_size
         dist.all_gather_object(steps, run["step"])

@@ -273,14 +273,14 @@ def test_resuming_with_other_settings_fails_and_names_the_setting(saved, tmp_pat
         (["--seed", 1337], "--seed 7, not 1337$"),
         (["--data", "other.txt"], r"tokens in --data \d+, not \d+$"),
     ):
-        no_start("--checkpoint-dir", saved, "--resume", *change, says=f"of another run: {says}")
+        no_start("--checkpoint-dir", saved, "--resume", *change, says=f"with other settings: {says}")
     assert {path: path.read_bytes() for path in saved.glob("*.pt")} == before
     save_gpt2(tmp_path / "gpt2"), save_gpt2(tmp_path / "other", n_head=4)  # which has the same shapes
     train(1, "--checkpoint-dir", "new", model=("--init-from", "gpt2"))
-    with pytest.raises(OSError, match="of another run: --init-from gpt2, not other"):
+    with pytest.raises(OSError, match="with other settings: --init-from gpt2, not other"):
         train(2, "--checkpoint-dir", "new", "--resume", model=("--init-from", "other"))
     shutil.rmtree("gpt2"), os.rename("other", "gpt2")
-    with pytest.raises(OSError, match="of another run: n_head 2, not 4"):
+    with pytest.raises(OSError, match="with other settings: n_head 2, not 4"):
         train(2, "--checkpoint-dir", "new", "--resume", model=("--init-from", "gpt2"))
 
 

@@ -141,7 +141,7 @@ def test_an_interrupted_run_gives_the_same_results(undisturbed, arguments, tmp_p
     assert [one["step"], two["step"]] == [8, 9] and [one["lr"], two["lr"]] == pytest.approx(rates)
     assert seen == [256 * 8, 256 * 8 + 128, 256 * 9, 256 * 9 + 128]
     words += "--device", "cpu", "--warmup-steps", 20
-    refused(TRAIN, *words, says="checkpoints of another run: --warmup-steps 2, not 20$")
+    refused(TRAIN, *words, says="with other settings: --warmup-steps 2, not 20$")
 
 
 def test_three_ranks_evaluate_to_the_same_scores_as_one(monkeypatch, shards, questions):

@@ -223,7 +223,8 @@ def test_the_summary_of_a_measurement_and_its_comparison_with_an_older_one(world
 
 
 PARTS = """
-picture: on an Made Up GPU, rungs 01 to 10 make `gpt2` 20.50× as fast at batch size (B) 2, 34,133 instead of 1,652 tokens/s
+picture: on an Made Up GPU, rungs 01 to 10 make `gpt2` 20.50× as fast at batch size (B) 2
+picture: 34,133 instead of 1,652 tokens/s
 picture: and cut its peak memory from 29.80 to 19.80 GiB (2026-12-03, torch 2.2).
 picture: On a CPU (Made Up(R) 9000), `nano` becomes 3.00× as fast.
 picture: With `--batch-size 8 --compile-mode reduce-overhead`, rung 10 processed 128,000 tokens/s on the GPU in one run.
