@@ -7,7 +7,7 @@ for the 98 bias and LayerNorm tensors. If the norm of all gradients, taken as on
 them down to 1.0, so that one unusual batch cannot dominate. The script prints the norm before clipping.
 
 When it does not help: if speed is the goal. With nano on a CPU, the norm exceeds 1.0 in all 50 steps, so clipping gives
-every step's gradient the norm 1.0. AdamW nearly undoes that, because it divides by the gradients' recent size.
+every gradient the norm 1.0. This hardly changes AdamW's updates, because AdamW divides out the scale of the gradients.
 
     make diff-08    shows what this file changes
 """

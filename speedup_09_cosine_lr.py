@@ -2,9 +2,9 @@
 
 In the first steps, AdamW's moments are noisy because they cover few gradients. The learning rate therefore starts low
 and rises over 10 steps. This allows a peak of 6e-4 instead of 3e-4, so a lower loss is due to the higher rate and the
-schedule together. The cosine then lowers the rate to a tenth of the peak: small steps average out noise of the batches.
+schedule together. The cosine then lowers the rate to a tenth of the peak. Smaller steps average out the batches' noise.
 
-When it does not help: if speed is the goal. The rates depend on --steps: step 20's is lower in 50 steps than in 300.
+When it does not help: if speed is the goal. The rate at a given step depends on --steps, so losses do, too.
 
     make diff-09    shows what this file changes
 """

@@ -1,4 +1,4 @@
-"""bf16 residual stream (speed): the sum to which every block adds is bf16, so it takes half as many bytes.
+"""bf16 residual stream (speed): the stream to which each block adds is in bf16, so it takes half as many bytes.
 
 Autocast makes the matmuls bf16, but the embeddings stay float32. In rung 10, the residual stream, to which each block
 adds twice, is therefore float32. Additions, LayerNorms and their backward passes are memory-bound: their time depends

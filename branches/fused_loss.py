@@ -7,8 +7,8 @@ the kernel moves 3.3 GB at B 16, and the two kernels of rung 10 move 4.9 GB. Two
 of the weight. The backward pass only scales these. With loss_chunks=4, only a quarter of the logits exist at a time.
 
 When it does not help: with a gradient scaler, do not use it. The scaler multiplies the loss by 65536, but only after
-this script's forward pass has rounded small gradients to zero. Evaluation without torch.compile computes gradients that
-nobody needs.
+this script's forward pass has rounded small gradients to zero. Evaluation without torch.compile computes the gradients,
+although it does not need them.
 
     make diff-fused    shows what this file changes
 """
