@@ -98,11 +98,12 @@ def picture(measured, folder):
     memory = f", and cut its peak memory from {gib[0]:.2f} to {gib[1]:.2f} GiB" if len(gib) == 2 else ""
     said = f"""**What you gain**: on an {data.host["name"]}, rungs 01 to 10 make `{s["model"]}` {gain(ten)} as fast at
         batch size (B) {s["batch_size"]}, {speeds}{memory} ({data.finished[:10]}, torch {data.host["torch"]}{since}).
-        Each × is the median of the ratios within a pass over all scripts, which can differ from a ratio of medians."""
+        Each × is the ratio within a pass over the scripts (with several passes, the median), not of the two medians.
+        {fastest(data)}"""
     for one in [one for one in measured[1:2] if one.cpu]:
-        said += f" On a CPU ({one.host['name']}), `{one.settings['model']}` becomes {gain(one.rows[TEN])} as fast."
-    said = textwrap.fill(" ".join(f"{said} {fastest(data)}".split()), 144, break_on_hyphens=False)
-    return f"{shown}\n\n{said}"
+        small = f"the small model `{one.settings['model']}`"
+        said += f" On a CPU ({one.host['name']}), {small} becomes {gain(one.rows[TEN])} as fast."
+    return f"{shown}\n\n{textwrap.fill(' '.join(said.split()), 144, break_on_hyphens=False)}"
 
 
 def gain(row):
@@ -117,11 +118,11 @@ def fastest(data):
     if not (ours and public):
         return ""
     best, theirs = (max(rows, key=lambda row: row["tokens_per_s"]) for rows in (ours, public))
-    said = f"With `--batch-size {best['batch_size']} --compile-mode {best['compile_mode']}`, rung 10 processed "
-    said += (
-        f"{best['tokens_per_s']:,.0f} tokens/s on the GPU in one run. The highest public figure that we know of for it "
+    said = (
+        f"In one run with `--batch-size {best['batch_size']} --compile-mode {best['compile_mode']}`, rung 10 reached "
     )
-    return said + f"is {theirs['tokens_per_s']:,} ({theirs['ran']}, B {theirs['batch_size']})."
+    said += f"{best['tokens_per_s']:,.0f} tokens/s. The highest public figure that we know of for plain GPT-2 124M on it is "
+    return said + f"{theirs['tokens_per_s']:,} ({theirs['ran']}, B {theirs['batch_size']})."
 
 
 def ladder(data):
@@ -139,10 +140,10 @@ def ladder(data):
                 "lines of code": f"+{added} −{removed}" if rung.before else "",
             }
         )
-    old = ", or empty if one of the two has changed since" if data.outdated(data.changed) else ""
+    old = " It is missing if either has changed since." if data.outdated(data.changed) else ""
     return f"""{table(rows)}
 
-A number with × is the speed-up over the previous rung{old}. Rungs marked "on a GPU" change nothing on a CPU."""
+× is the speed-up over the previous rung.{old} Rungs marked "on a GPU" do not speed up a CPU."""
 
 
 def speeds(published, steps):
