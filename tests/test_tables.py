@@ -228,7 +228,7 @@ picture: 34,133 instead of 1,652 tokens/s
 picture: and cut its peak memory from 29.80 to 19.80 GiB (2026-12-03, torch 2.2).
 picture: On a CPU (Made Up(R) 9000), the small model `nano` becomes 3.00× as fast.
 picture: In one run with `--batch-size 8 --compile-mode reduce-overhead`, rung 10 reached 128,000 tokens/s.
-picture: The highest public figure that we know of for plain GPT-2 124M on it is 120,500 (d, B 8).
+picture: The highest public figure that we know of for plain GPT-2 124M on this GPU is 120,500 (d, B 8).
 front: rungs 01 to 10 make `gpt2` 20.50× as fast at batch size (B) 2
 ladder: | rung | idea | kind | Made Up GPU | lines of code |
 ladder: (docs/pages/rungs/speedup_01_weight_tying.md) | memory | 1.34× | +1 −0 |
