@@ -119,8 +119,8 @@ def fastest(data):
         return ""
     best, theirs = (max(rows, key=lambda row: row["tokens_per_s"]) for rows in (ours, public))
     return f"""In one run with `--batch-size {best["batch_size"]} --compile-mode {best["compile_mode"]}`, rung 10
-        reached {best["tokens_per_s"]:,.0f} tokens/s. The highest public figure that we know of for plain GPT-2 124M on this
-        GPU is {theirs["tokens_per_s"]:,} ({theirs["ran"]}, B {theirs["batch_size"]})."""
+        reached {best["tokens_per_s"]:,.0f} tokens/s. The highest public figure that we know of for plain GPT-2 124M
+        on this GPU is {theirs["tokens_per_s"]:,} ({theirs["ran"]}, B {theirs["batch_size"]})."""
 
 
 def ladder(data):
