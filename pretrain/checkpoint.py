@@ -9,10 +9,10 @@ from unattended import load_checkpoint
 
 
 def config_of(saved):
-    """Return the GPTConfig of a checkpoint or of a state dict. Raises KeyError if it is not from a GPT.
+    """Return the GPTConfig of a checkpoint or of a state dict. Raises KeyError if `saved` is not from a GPT.
 
-    State dicts and old checkpoints do not contain the number of heads. It is taken from the entry of MODELS with the
-    same n_embd; for any other n_embd, ValueError is raised.
+    State dicts and old checkpoints do not contain the number of heads. This number is taken from the entry of
+    MODELS with the same n_embd. ValueError is raised if there is no such entry.
     """
     if "config" in saved:
         return long_run.GPTConfig(**saved["config"])
@@ -29,8 +29,8 @@ def load_model(source, device="cpu"):
     """Return a GPT in float32 with its vocabulary padded to 50304 tokens.
 
     `source` is a checkpoint, a file written by --save, GPT-2 weights in Hugging Face format, or a folder of
-    checkpoints. In such a folder, the latest checkpoint is loaded, or best.pt if it is the only one. Raises ValueError
-    with a one-line message if the model cannot be loaded or the device is missing.
+    checkpoints. From such a folder, the latest checkpoint is loaded, or best.pt if there is no other. Raises
+    ValueError with a one-line message if the model cannot be loaded or the device is missing.
     """
     try:
         torch.zeros(1, device=device)

@@ -18,7 +18,7 @@ TOKENIZER = Path(__file__).resolve().parents[1] / "tokenizer"
 
 
 def to_hf(model):
-    """Return a GPT as a transformers.GPT2LMHeadModel with 50257 tokens and, as in training, no dropout."""
+    """Convert a GPT to a transformers.GPT2LMHeadModel with a vocabulary of 50257 and, as in training, no dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     c = model.config
@@ -33,7 +33,7 @@ def to_hf(model):
 
 
 def gpt2_tokenizer():
-    """Return GPT-2's tokenizer for transformers, from the files in tokenizer/, which have tiktoken's cache names."""
+    """Return GPT-2's tokenizer for transformers, from the files in tokenizer/, named as in tiktoken's cache."""
     from transformers import GPT2TokenizerFast
 
     names = "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"

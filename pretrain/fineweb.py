@@ -3,14 +3,14 @@
     python pretrain/fineweb.py                          writes 10 billion tokens of FineWeb-Edu to pretrain/fineweb10B
     python pretrain/fineweb.py --out shards *.parquet   reads your own files and writes to the folder shards
 
-Your own files can be .parquet or .jsonl with a "text" column, or .txt with one document each. Other columns are
-ignored. <|endoftext|> precedes each document, and a document may continue in the next shard. If a run is killed, run
-the same command again to continue.
+Your own files can be .parquet or .jsonl files with a "text" column, or .txt files with one document each. Other columns
+are ignored. <|endoftext|> precedes each document, and a document may continue in the next shard. If the program is
+killed, run the same command again to continue.
 
 Shards have llm.c's format (https://github.com/karpathy/llm.c): a header of 256 int32 values, then the tokens as uint16.
 Both are little-endian. The header begins with the magic number 20240520, the version number 1 and the number of tokens.
-The first shard is named *_val_* and is for validation. The remaining shards are named *_train_*. A .sha256 file next to
-each shard stores its checksum in sha256sum's format.
+The first shard, for validation, is named *_val_*. The other shards are named *_train_*. A .sha256 file next to each
+shard stores the shard's checksum in sha256sum's format.
 """
 
 import argparse
@@ -32,16 +32,17 @@ from tqdm import tqdm
 MAGIC, VERSION, HEADER_BYTES, VOCABULARY = 20240520, 1, 1024, 50257
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 CHUNK = 1024  # documents to read and tokenize together
-# Splitting before the last of several spaces does not change the tokens. Only Python's \s contains \x1c to \x1f.
+# Splitting before the last of several spaces does not change the tokens.
+# Python's \s matches \x1c to \x1f, but tiktoken's \s does not.
 BOUNDARY = re.compile(r"(?<=\s)(?=[^\S\x1c-\x1f]\S)")
 
 
 class DataError(ValueError):
-    """Input data are missing, damaged or in the wrong format."""
+    """Raised if input data are missing, damaged or in the wrong format."""
 
 
 class Shard:
-    """A file of uint16 tokens, with len() and slicing. Raises DataError if the file is damaged or not a shard."""
+    """A file of uint16 tokens that supports len() and slicing. Raises DataError if it is damaged or not a shard."""
 
     def __init__(self, path):
         self.path = Path(path)
@@ -64,7 +65,7 @@ class Shard:
         checksum = Path(f"{self.path}.sha256")
         digest = hashlib.sha256(np.memmap(self.path, mode="r")).hexdigest() if checksum.exists() else None
         if digest and checksum.read_text(errors="replace").lower().split()[:1] != [digest]:
-            raise DataError(f"{self.path} is damaged: its SHA-256 is not the one in {checksum}")
+            raise DataError(f"{self.path} is damaged: its SHA-256 does not match {checksum}")
         tokens = np.memmap(self.path, dtype="<u2", mode="r", offset=HEADER_BYTES)
         if (largest := tokens.max()) >= VOCABULARY:
             raise DataError(f"{self.path} contains the token {largest}, but GPT-2 has {VOCABULARY} tokens")
@@ -80,7 +81,7 @@ def read_shards(folder):
     if shards["other"] or not shards["val"] or not shards["train"]:
         train, val, other = (len(shards[kind]) for kind in ("train", "val", "other"))
         counts = f"{train} shards match *_train_*.bin, {val} match *_val_*.bin, {other} match neither"
-        raise DataError(f"{folder}: {counts}; it needs both kinds and no others (pretrain/fineweb.py makes them)")
+        raise DataError(f"{folder}: {counts}; a folder needs both kinds and no others (pretrain/fineweb.py makes them)")
     return shards["val"][0], shards["train"]
 
 
@@ -102,7 +103,7 @@ def replace(path, data):
 
 
 def write_shard(path, tokens):
-    """Write a checksum file, then a shard of tokens (n,), each below 50257. Raises OSError."""
+    """Write a checksum file, then a shard of the tokens (n,), which must be below 50257. Raises OSError."""
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
     data = header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes()
@@ -118,12 +119,12 @@ def hub_files(dataset, split, **config):
     try:
         return [str(file) for file in load_dataset_builder(dataset, **config).config.data_files[split]]
     except Exception as error:  # load_dataset_builder raises many exception types
-        hint = "without a network, pass the dataset's files, downloaded on another machine"
+        hint = "without a network, download the dataset's files on another machine and pass them"
         raise DataError(f"loading from the hub failed; {hint}: {' '.join(str(error).split())[:200]}") from None
 
 
 def rows_of(file, name, columns):
-    """Return an iterator over the rows (dicts) of an open file. From a Parquet file, only these columns are read."""
+    """Return an iterator over the rows (dicts) of an open file. From a Parquet file, only `columns` are read."""
     kind = KINDS.get(Path(str(name).removesuffix(".gz")).suffix)  # files on the hub may be compressed
     if kind == "parquet":
         from pyarrow.parquet import ParquetFile
@@ -131,7 +132,7 @@ def rows_of(file, name, columns):
         batches = ParquetFile(file).iter_batches(CHUNK, columns=list(columns))
         return itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
     if kind == "json":
-        is_array = file.read(64).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"[")  # or each line is a row
+        is_array = file.read(64).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"[")  # otherwise, a row per line
         file.seek(0)
         return iter(json.loads(file.read())) if is_array else (json.loads(line) for line in file if line.strip())
     if kind == "text":
@@ -140,10 +141,10 @@ def rows_of(file, name, columns):
 
 
 def read_rows(files, columns, start=(0, 0)):
-    """Yield (index of the file, index of the row, the row as a dict), from the place `start` on.
+    """Yield (file index, row index, the row as a dict) for each row, beginning at `start` (file index, row index).
 
-    `files` contains paths or addresses from hub_files(), and `columns` the type of each column that is needed. Raises
-    DataError, which names the file and the row, if a file cannot be read or a value has another type.
+    `files` contains paths or addresses from hub_files(). `columns` maps each required column to its type. Raises
+    DataError, which names the file and the row, if a file cannot be read or a value has a different type.
     """
     import fsspec
 
@@ -168,9 +169,10 @@ def read_rows(files, columns, start=(0, 0)):
 
 
 def tokenized(rows, column):
-    """Yield (place of a chunk's first document, the chunk's tokens, [(place, exception) of each failed document]).
+    """Tokenize rows in chunks of up to CHUNK documents. A document's place is (file index, row index).
 
-    A chunk is up to CHUNK documents. A place is (index of the file, index of the row). The tokens are uint16.
+    For each chunk, yield the place of its first document, the uint16 tokens of its documents and a list with
+    (place, exception) for each document that failed.
     """
     os.environ["TIKTOKEN_CACHE_DIR"] = str(Path(__file__).resolve().parents[1] / "tokenizer")
     encoding, pool = tiktoken.get_encoding("gpt2"), ThreadPoolExecutor()
@@ -192,7 +194,7 @@ def tokenized(rows, column):
 
 
 def write(args, done):
-    """Write the remaining shards and update progress.json. `done` is from begin(). Raises OSError, ValueError."""
+    """Write the remaining shards and update progress.json. `done` comes from begin(). Raises OSError, ValueError."""
     files = args.files or hub_files(args.dataset, "train", name=args.name)
     rows = read_rows(files, {args.column: str}, done["start"])
     size, skip, left_out, pieces = args.shard_size, done["skip"], done["left_out"], []
@@ -226,7 +228,7 @@ def write(args, done):
 
 
 def begin(args):
-    """Return the progress of the run in args.out. Raises OSError, or ValueError if a different command began it."""
+    """Return the progress of the run in args.out. Raises OSError, or ValueError if another command began that run."""
     source = vars(args) | {"out": None, "files": [[file, os.path.getsize(file)] for file in args.files]}
     done = {"source": source, "shards": 0, "tokens": 0, "start": [0, 0], "skip": 0, "left_out": 0, "end": False}
     shards, progress = [Shard(path) for path in sorted(args.out.glob("*.bin"))], args.out / "progress.json"
@@ -235,7 +237,7 @@ def begin(args):
         if not isinstance(theirs, dict) or theirs.keys() != done.keys() or theirs["source"] != source:
             raise ValueError("its progress.json is from other files, settings or version: use another folder")
         for number in range(theirs["shards"]):
-            Shard(shard_path(args.out, number))  # raises OSError if missing, because the program only appends shards
+            Shard(shard_path(args.out, number))  # raises OSError if the shard is missing
         return theirs
     if shards:
         raise ValueError("it contains shards from another source: use another folder")
@@ -257,7 +259,7 @@ def main():
         parser.error("--shard-size must be at least 2 and less than 2**31")
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     if sys.stdout:
-        sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character of the path
+        sys.stdout.reconfigure(errors="backslashreplace")  # if the terminal cannot show a path
     for file in args.files:
         if not os.path.isfile(file):
             parser.error(f"{file} is not a file")
@@ -272,7 +274,7 @@ def main():
             write(args, done)
     except Exception as error:  # the hub and the libraries raise many exception types
         if not any(args.out.glob("*.bin")):
-            (args.out / "progress.json").unlink()  # nothing else was written, so leave no folder behind
+            (args.out / "progress.json").unlink()  # no shard was written, so leave no folder behind
             if not any(args.out.iterdir()):
                 args.out.rmdir()
         reason = " ".join(str(error).split())[:300]

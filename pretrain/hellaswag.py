@@ -1,11 +1,11 @@
-"""Evaluate a model on HellaSwag (Zellers et al. 2019): choose the likeliest of four endings. Guessing scores 25 %.
+"""Evaluate a model on HellaSwag (Zellers et al. 2019): is the correct ending the likeliest of four?
 
     python pretrain/hellaswag.py gpt2               evaluates GPT-2 weights, given by name or as a folder
     python pretrain/hellaswag.py checkpoints        evaluates the latest checkpoint in a folder, or a .pt file
     python pretrain/hellaswag.py gpt2 --data FILE   reads the public hellaswag_val.jsonl instead of the copy on the hub
 
-The evaluation uses completion style: each text is the unmodified context, a space and the unmodified ending. The score
-of an ending is the sum of its tokens' log-likelihoods (acc) or their mean (acc_norm).
+The evaluation uses the completion style: each text is the unmodified context, a space and the unmodified ending. The
+score of an ending is the sum of its tokens' log-likelihoods (acc) or their mean (acc_norm). Guessing scores 25 %.
 """
 
 import os
@@ -23,7 +23,7 @@ from fineweb import KINDS, DataError, hub_files, read_rows
 def read_examples(source):
     """Return the examples in a JSONL file or in a dataset on the hub.
 
-    The result is [(context tokens, four lists of ending tokens, index of the correct ending)]. Raises DataError with a
+    Each example is (context tokens, four lists of ending tokens, index of the correct ending). Raises DataError with a
     one-line message if an example cannot be read.
     """
     os.environ["TIKTOKEN_CACHE_DIR"] = str(Path(__file__).resolve().parents[1] / "tokenizer")
@@ -52,10 +52,11 @@ def negative_log_likelihood(model, idx, targets):
 
 @torch.no_grad()
 def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
-    """Return (right by sum, right by mean, total) counts for this rank, which evaluates every world_size-th example.
+    """Return three counts: examples right by summed score, examples right by mean score, and all examples.
 
-    torch.compile compiles only once, because all batches have the same shape. Each row has room for the longest
-    text, up to the model's block_size, and a batch has about `batch_tokens` tokens.
+    The counts are for this rank, which evaluates every world_size-th example. All batches have the same shape, so
+    torch.compile compiles only once. Each row has room for the longest text, up to the model's block_size, and a
+    batch has about `batch_tokens` tokens.
     """
     if not examples:
         return 0, 0, 0
@@ -80,7 +81,7 @@ def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
 
 
 def main():
-    from checkpoint import explain, load_model, model_parser  # not at the top: train.py imports this file without them
+    from checkpoint import explain, load_model, model_parser  # train.py imports this file without checkpoint.py
     from unattended import allow_any_character, printing
 
     allow_any_character()

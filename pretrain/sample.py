@@ -21,7 +21,7 @@ def main():
     parser.add_argument("--samples", type=int, default=1, help="number of samples, default 1")
     parser.add_argument("--temperature", type=float, default=1.0, help="default 1; 0 chooses the likeliest token")
     parser.add_argument("--top-k", type=int, default=50, help="sample only from the k likeliest tokens, default 50")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest, up to probability p")
+    parser.add_argument("--top-p", type=float, default=1.0, help="use only the likeliest tokens, up to probability p")
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
     args = parser.parse_args()
     if min(args.tokens, args.samples, args.top_k) < 1 or not 0 <= args.seed < 2**64:

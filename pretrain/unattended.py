@@ -1,6 +1,6 @@
-"""Checkpoints, signals and the log of a long run. Errors are OSErrors, which the scripts print on one line.
+"""Checkpoints, signals and the log of a long run. Failures raise OSError, whose message the scripts print on one line.
 
-branches/unattended.py is a symbolic link to this file, because fsdp_run.py imports it as well.
+branches/unattended.py is a symbolic link to this file, because fsdp_run.py also imports this module.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ STOPPING = b"stopping after this step, which may compile first; a second Ctrl-C 
 
 
 def allow_any_character():
-    """Make print() escape characters that the terminal cannot show, for example in a path, and not raise an error."""
+    """Make print() escape characters that the terminal cannot show, for example in a path, instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # None if standard output is closed
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
 def printing():
-    """Around the printing of a program's result: exit with one line if it cannot be printed."""
+    """Context for printing a program's result: if the result cannot be printed, exit with a one-line error."""
     try:
         yield
         print(end="", flush=True)  # does nothing if standard output is closed
@@ -49,17 +49,17 @@ def try_lock(fd):
 
 
 def lock_folder(folder, rank):
-    """Create a checkpoint folder and lock it for this run. All ranks call it, but only rank 0 has the lock.
+    """Create a checkpoint folder and lock it for this run. All ranks call this function. Only rank 0 holds the lock.
 
-    If the folder cannot be created or another run has the lock, rank 0 raises OSError, and the others raise SystemExit.
-    After a restart by torchrun, the old rank 0 may still be saving, so the new one waits up to a minute.
+    If the folder cannot be created or another run holds the lock, rank 0 raises OSError, and the other ranks raise
+    SystemExit. After a restart by torchrun, the old rank 0 may still be saving, so the new rank 0 waits up to a minute.
     """
     error = [None]
     if rank == 0:
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         deadline = time.monotonic() + (60 if restarted else 0)
         try:
-            str(folder).encode()  # torch.load(mmap=True) could not read the checkpoints otherwise
+            str(folder).encode()  # torch.load(mmap=True) needs a path in UTF-8
             folder.mkdir(parents=True, exist_ok=True)
             fd = os.open(folder / "lock", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o666)  # never closed
             while not try_lock(fd):
@@ -73,14 +73,15 @@ def lock_folder(folder, rank):
     if dist.is_initialized():
         dist.broadcast_object_list(error)
     if error[0]:
-        raise error[0] if rank == 0 else SystemExit(1)  # one message is enough
+        raise error[0] if rank == 0 else SystemExit(1)  # only rank 0 prints the error
 
 
 def open_run(args, task, config):
-    """Return the state of the run in --checkpoint-dir, or of a new run. All ranks call it.
+    """Return the state of the run in --checkpoint-dir, or of a new run. All ranks call this function.
 
-    `task` maps the names of settings to the values that must not change when a run is resumed, and `config` is the
-    model's. The state of a resumed run contains "model" and "optim". Raises OSError if the folder is another run's.
+    `task` maps the names of the settings that must not change on resume to their values. `config` is the model's
+    configuration. The state of a resumed run contains "model" and "optim". Raises OSError if the folder belongs to
+    another run.
     """
     folder, run = args.checkpoint_dir, {"task": task, "config": config, "steps": args.steps, "step": 0, "log": 0}
     run["begun"] = time.time()  # identifies the run in its log
@@ -102,7 +103,7 @@ def open_run(args, task, config):
         if len(set(steps)) > 1:
             raise OSError(f"the ranks do not see the same {folder}: they would resume at steps {steps}")
     if folder and not run["step"] and args.rank == 0:
-        save_whole(folder / "step_00000000.pt", run)  # no weights; a run killed early needs its "begun" to find its log
+        save_whole(folder / "step_00000000.pt", run)  # no weights; "begun" identifies the log of a run killed early
     if folder:
         print(f"{run['step']} of {args.steps} steps are done, in {folder}", flush=True)
     if run["steps"] != args.steps and run["step"] < args.steps:
@@ -123,7 +124,7 @@ def load_checkpoint(folder):
 
 
 def save_checkpoint(args, run, state_dicts, log):
-    """Save step_N.pt, on rank 0, and delete all but the latest checkpoints. Raises OSError."""
+    """On rank 0, save step_N.pt and delete all but the latest --keep checkpoints. Raises OSError."""
     if args.rank == 0:
         if args.log_file:
             os.fsync(log.fileno())  # otherwise, a power cut could leave the log shorter than the checkpoint records
@@ -131,7 +132,7 @@ def save_checkpoint(args, run, state_dicts, log):
         path = args.checkpoint_dir / f"step_{run['step']:08d}.pt"
         save_whole(path, run | dict(zip(("model", "optim"), state_dicts, strict=True)))
         print(f"saved {path}", flush=True)
-        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # later ones are damaged
+        paths = sorted(old for old in path.parent.glob("step_????????.pt") if old <= path)  # later files are damaged
         for old in [*paths[: -args.keep], *path.parent.glob("*.pt.tmp")]:  # .tmp: left by a kill during a save
             old.unlink()
 
@@ -151,7 +152,7 @@ def save_whole(path, contents):
 
 
 class Output(io.TextIOBase):
-    """Standard output that counts as a signal if it fails, because the terminal was closed or Ctrl-C has ended tee."""
+    """Standard output. A failed write, for example after Ctrl-C has ended tee, is recorded as a signal."""
 
     def __init__(self, stream, signals):
         self.stream, self.signals = stream, signals
@@ -171,10 +172,11 @@ class Output(io.TextIOBase):
 
 
 def catch_signals(alone):
-    """Return a list that collects signals: Ctrl-C, SIGTERM, SIGHUP from a closed terminal, and output that fails.
+    """Return a list that collects signals: Ctrl-C, SIGTERM, SIGHUP from a closed terminal, and failed output.
 
     Signals that are ignored, such as SIGHUP under nohup, stay ignored. If the run is one process (`alone`), the first
-    Ctrl-C prints a message, and the second raises KeyboardInterrupt. Under torchrun, one Ctrl-C causes several signals.
+    Ctrl-C prints a message, and the second raises KeyboardInterrupt. Under torchrun, neither happens, because one
+    Ctrl-C causes several signals.
     """
     signals = []
     if sys.stdout:
@@ -184,7 +186,7 @@ def catch_signals(alone):
         signals.append(number)
         if alone and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            with contextlib.suppress(OSError, AttributeError):  # not print(): the signal may have interrupted one
+            with contextlib.suppress(OSError, AttributeError):  # not print(): the signal may have interrupted a print()
                 os.write(sys.stderr.fileno(), STOPPING)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -194,7 +196,7 @@ def catch_signals(alone):
 
 
 def open_log(args, run):
-    """Return the log, truncated to its length at the checkpoint. Raises OSError if it is another run's, or no file."""
+    """Return the log, truncated to its length at the checkpoint. Raises OSError if the file is not this run's log."""
     if not args.log_file or args.rank > 0:
         return open(os.devnull, "w")
     header = json.dumps({"begun": run["begun"]} | run["task"]) + "\n"  # unique to this run
