@@ -1,11 +1,11 @@
 """Show how a script differs from the script that it builds on:  python -m dev.diff 02   (make diff-02)
 
-The example above prints the docstring of speedup_02_tf32.py. It then prints git's diff from speedup_01_weight_tying.py
-to this script, without either docstring.
-On a terminal, the diff is a colored word diff, or a colored line diff if the script replaces several adjacent lines.
-If the output is a file or a pipe, the diff is a plain line diff.
+The example above prints the docstring of speedup_02_tf32.py, then git's diff from speedup_01_weight_tying.py to this
+script, without the docstrings.
+On a terminal, you get a colored word diff, or a colored line diff if the script replaces several adjacent lines.
+In a file or a pipe, you get a plain line diff.
 
-The pages and the notebooks contain the same diffs: `make figures` calls the functions from diff() to colab().
+`make figures` calls the functions from diff() to colab() to write the diffs into the pages and the notebooks.
 """
 
 import argparse
@@ -22,9 +22,9 @@ def docstring(script):
 
 
 def numbered(rung, *options):
-    """Return git's diff of a rung from the line --- on, without the docstrings. Line numbers are those of the files.
+    """Return git's diff of a rung from the line --- on, without the docstrings.
 
-    Raises OSError or ValueError.
+    The line numbers refer to the whole files. Raises OSError or ValueError.
     """
     old, new = (docstring(script).count("\n") for script in (rung.before, rung.file))
 
@@ -46,7 +46,7 @@ def show(rung):
 
 
 def diff(number, context=3):
-    """Return a rung's diff as Markdown. `number` is its short name, such as 02 or muon; `context` is in lines."""
+    """Return a rung's diff as Markdown. `number` is the rung's short name, such as 02 or muon."""
     rung = find(number)
     added, removed = changed_lines(rung.before, rung.file)
     kind = f" Kind: {rung.kind}." if rung.kind else ""
@@ -65,12 +65,12 @@ def listing(script):
 
 
 def in_notebook(text):
-    """Return text as lines of a notebook's cell, which is JSON."""
+    """Return text as the lines of a notebook cell, in JSON."""
     return "\n".join(f"{json.dumps(line, ensure_ascii=False)}," for line in text.splitlines(keepends=True))
 
 
 def address():
-    """Return the repository's address in pyproject.toml, or an empty string."""
+    """Return the repository's address from pyproject.toml, or an empty string if there is none."""
     return read_toml("pyproject.toml")["project"].get("urls", {}).get("Repository", "").removesuffix(".git")
 
 
@@ -81,12 +81,12 @@ def notebook(name):
 
 
 def repository():
-    """Return the address of the repository as a line of Python."""
+    """Return a line of Python that sets REPOSITORY to the repository's address."""
     return f'REPOSITORY = "{address()}"\n'
 
 
 def colab(name):
-    """Return a link that opens a notebook in Colab, if the repository is on GitHub."""
+    """Return a link that opens a notebook in Colab, or an empty line if the repository is not on GitHub."""
     _, found, path = address().partition("https://github.com/")
     page = f"https://colab.research.google.com/github/{path}/blob/main/notebooks/{name}.ipynb"
     return f"[Open in Colab]({page})\n" if found else "\n"

@@ -1,6 +1,6 @@
-"""Install packages with pip, but print little of its output:  .venv/bin/python -m dev.install requirements.txt
+"""Install packages with pip, and print little output:  .venv/bin/python -m dev.install requirements.txt
 
-On a terminal, it shows the progress of downloads of 100 MB or more. If pip fails, it prints all of pip's output.
+On a terminal, you see the progress of downloads of 100 MB or more. If pip fails, you see all of its output.
 """
 
 import re

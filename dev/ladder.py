@@ -1,4 +1,4 @@
-"""Read ladder.toml, split scripts into docstring and code, and count the lines that each script changes."""
+"""Read ladder.toml, split scripts into their docstring and code, and count the lines that each script changes."""
 
 import ast
 import importlib
@@ -22,7 +22,7 @@ MARKS = re.compile("^(<<<<<<<|=======|>>>>>>>)( |$)", re.MULTILINE)  # git's con
 
 @dataclass(frozen=True)
 class Rung:
-    """A row of ladder.toml, whose comments describe the fields. `before` is None only for the first script."""
+    """A row of ladder.toml. Comments in that file describe the fields. `before` is None only for the first script."""
 
     file: str
     title: str
@@ -86,7 +86,7 @@ def find(number):
 
 
 def short(script):
-    """Return 02 for speedup_02_tf32.py, ddp for ddp_run.py, and bf16 for branches/bf16_stream.py."""
+    """Return a short name: 02 for speedup_02_tf32.py, ddp for ddp_run.py, and bf16 for branches/bf16_stream.py."""
     return Path(script).stem.removeprefix("speedup_").split("_")[0]
 
 
@@ -104,10 +104,11 @@ def split(source):
 
 
 def parts(text):
-    """Return {name: (syntax tree, text)} of a script's definitions, in order. Classes are split into head and methods.
+    """Return {name: (syntax tree, text)} of a script's definitions, in order.
 
-    Each text begins where the previous text ends, so every byte after the docstring is in exactly one text. Raises
-    ValueError if the script has no docstring, or a comment after its last definition.
+    A class is split into its methods and everything before them. Each text begins where the previous text ends, so
+    every byte after the docstring is in exactly one text. Raises ValueError if the script has no docstring, or has a
+    comment after its last definition.
     """
     body, lines, found = ast.parse(text).body, text.splitlines(keepends=True), {}
     if not ast.get_docstring(ast.parse(text)):
@@ -134,8 +135,8 @@ def parts(text):
 def code_diff(before, after, *options, root=ROOT):
     """Return the output of `git diff` for two scripts without their docstrings.
 
-    Line 1 is the first line after the docstring. Raises ValueError if a script has conflict markers, because git would
-    treat them as code.
+    In the output, line 1 is the first line after the docstring. Raises ValueError if a script has conflict markers,
+    because git would treat the markers as code.
     """
     with tempfile.TemporaryDirectory() as folder:
         for script in (before, after):
@@ -150,7 +151,7 @@ def code_diff(before, after, *options, root=ROOT):
 
 
 def changed_lines(before, after, root=ROOT):
-    """Return git's counts of added and removed lines between two scripts, without docstrings."""
+    """Return how many lines git counts as added and as removed between two scripts, without their docstrings."""
     printed = code_diff(before, after, "--numstat", root=root)
     added, removed = printed.split("\t")[:2] if printed else (0, 0)
     return int(added), int(removed)

@@ -2,12 +2,12 @@
 
     python -m dev.propagate speedup_03_bf16.py            into every later file
     python -m dev.propagate --down speedup_03_bf16.py     into the earlier files as well
-    python -m dev.propagate --check speedup_03_bf16.py    only list the files that lag behind
+    python -m dev.propagate --check speedup_03_bf16.py    only list which files lack the edit
 
-The edit is the file's diff against HEAD. For a new file, it is the diff from the previous script. A three-way merge
-carries the edit from each script to the adjacent scripts, so each script keeps its own change. A script with a conflict
-blocks only the scripts that the edit would reach through it. Docstrings do not change, because each script has its own.
-The exit status is 1 if a file lags behind or has a conflict, 2 after an error, and otherwise 0.
+The edit is the file's diff against HEAD or, for a new file, the diff from the previous script. A three-way merge
+carries the edit from each script to the adjacent scripts, so each script keeps its own change. A conflict in a script
+blocks only the scripts that the edit would reach through this script. Docstrings do not change, because each script
+has its own. The exit status is 1 if a file lacks the edit or has a conflict, 2 after an error, and otherwise 0.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from pathlib import Path
 
 from dev.ladder import MARKS, ROOT, read_ladder, split
 
-OWN = "has uncommitted changes of its own (if an earlier run made them, git restore all files that it changed)"
+OWN = "has uncommitted changes of its own (if an earlier run made them, git restore all files that this run changed)"
 SAYS = {  # state of a script that the edit reaches -> (message of --check, message of a run)
-    "same": ("has it", "had it"),
-    "clean": ("lags behind", "carried"),
-    "conflict": ("lags behind, and will conflict", "CONFLICT, marked in the file"),
-    "wait": ("lags behind", "blocked by a conflict"),
+    "same": ("has the edit", "already had the edit"),
+    "clean": ("lacks the edit", "edit carried"),
+    "conflict": ("lacks the edit, which will conflict", "CONFLICT, marked in the file"),
+    "wait": ("lacks the edit", "edit blocked by a conflict"),
     # If a script has one of the next three states, the run ends before it changes any file.
-    "marked": ("has conflict markers", "still has conflict markers: resolve them, then propagate that file"),
+    "marked": ("has conflict markers", "still has conflict markers: resolve the conflict, then propagate this file"),
     "mended": ("has lines of its own where the edit conflicts", OWN),
     "own": ("differs, and has uncommitted changes of its own", OWN),
 }
@@ -47,7 +47,7 @@ def is_new(script):
 
 
 def at_head(script, before):
-    """Return a script's code at HEAD. For a new script, this is the code of the previous script."""
+    """Return a script's code at HEAD. For a new script, return the code of the previous script."""
     return split(git("show", f"HEAD:./{before[script] if is_new(script) else script}")[0])[1]
 
 
@@ -98,7 +98,7 @@ def plan(source, edit, before, down, came_from=None, waiting=False):
             state = "marked"
         elif merged == now:
             state = "same"
-        elif now != head:  # mended: the edit conflicts with HEAD, and the file already has what merges cleanly
+        elif now != head:  # mended: the edit conflicts with HEAD, but the file has all that merges cleanly
             mended = merge(script, head, edit)[1] and merge(script, now, edit, "--ours")[0] == now
             state = "mended" if mended else "own"
         elif waiting:
@@ -112,9 +112,9 @@ def plan(source, edit, before, down, came_from=None, waiting=False):
 
 
 def propagate(name, down, check):
-    """Carry a script's edit into the scripts that it reaches, and return whether work remains.
+    """Carry a script's edit into the scripts that the edit reaches, and return whether work remains.
 
-    If `check` is set, only list the state of these scripts. Raises OSError or ValueError.
+    If `check` is set, only list the state of each of these scripts. Raises OSError or ValueError.
     """
     before = {rung.file: rung.before for rung in read_ladder()}
     file = name if name in before else Path(os.path.relpath(name, ROOT)).as_posix()
@@ -144,12 +144,12 @@ def propagate(name, down, check):
             if state in ("clean", "conflict"):
                 write(script, read(script)[0] + code)
         except OSError as error:
-            raise ValueError(f"{script} could not be written, but the files listed above were: {error}") from None
+            raise ValueError(f"{script} could not be written, but the files above were: {error}") from None
         print(f"{script}: {SAYS[state][1]}")
     waited_for = {source for source, _, state, _ in steps if state == "wait"}
     conflicts = [(source, script) for source, script, state, _ in steps if state == "conflict"]
     for source, script in conflicts:
-        print(f"Resolve the conflict in {script}, <<<<<<< to >>>>>>>{', then run:' if script in waited_for else ''}")
+        print(f"Resolve the conflict in {script} (<<<<<<< to >>>>>>>){', then run:' if script in waited_for else ''}")
         if script in waited_for:
             print(f"    python -m dev.propagate {'--down ' if before[source] == script else ''}{script}")
     return bool(conflicts)
@@ -159,7 +159,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("file", metavar="FILE", help="a script of the ladder")
     parser.add_argument("--down", action="store_true", help="carry the edit into the earlier files as well")
-    parser.add_argument("--check", action="store_true", help="only list the files that lag behind")
+    parser.add_argument("--check", action="store_true", help="only list which files lack the edit")
     args = parser.parse_args()
     try:
         sys.exit(propagate(args.file, args.down, args.check))

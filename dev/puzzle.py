@@ -1,7 +1,7 @@
-"""Find the bug: list the puzzles, or begin, check or explain one:  python -m dev.puzzle 07   (make puzzle-07)
+"""Find the bug: list the puzzles, or begin, check or explain a puzzle:  python -m dev.puzzle 07   (make puzzle-07)
 
-A puzzle is a script with one planted mistake, and a description of what its user saw. The example above writes the
-script to puzzles/07/ and prints the description. `--check` runs the test that catches the mistake on this script.
+A puzzle is a script with one planted mistake, and a description of its effect. The example above writes the script to
+puzzles/07/ and prints the description. `--check` tests whether you have fixed this script.
 
 Puzzles are the tables named `puzzle` in dev/mistakes.toml.
 """
@@ -22,7 +22,7 @@ PUZZLES = ROOT / "puzzles"
 
 
 def read_puzzles():
-    """Return {number: mistake} of the mistakes that are puzzles, in order. A number has two digits, such as "07"."""
+    """Return {number: mistake} for the mistakes that are puzzles, in order. A number has two digits, such as "07"."""
     mistakes = [mistake for group in read_toml("dev/mistakes.toml").values() for mistake in group]
     found = {f"{mistake['puzzle']['number']:02d}": mistake for mistake in mistakes if "puzzle" in mistake}
     return dict(sorted(found.items()))
@@ -34,7 +34,7 @@ def plant(mistake, file):
     for old, new in mistake["edits"]:
         if text.count(old) != 1:
             raise ValueError(
-                f"{file} was edited where this mistake belongs: undo that (git restore {file}) or edit both"
+                f"{file} was edited where this mistake is planted: git restore {file}, or edit dev/mistakes.toml too"
             )
         text = text.replace(old, new)
     return text
@@ -46,7 +46,7 @@ def place(number, mistake):
 
 
 def progress(number):
-    """Return the lines noted for a puzzle: "hint" for each hint, and "solved"."""
+    """Return the lines of a puzzle's progress.txt: "hint" for each hint given, and "solved" for each passed check."""
     path = PUZZLES / number / "progress.txt"
     return path.read_text().split() if path.exists() else []
 
@@ -79,7 +79,7 @@ def puzzles():
 
 
 def begin(number, mistake, again=False):
-    """Write a puzzle's script, unless there is one already, and print the description."""
+    """Write a puzzle's script, unless it already exists, and print the description."""
     puzzle, script, text = mistake["puzzle"], place(number, mistake), plant(mistake, mistake["file"])
     shown, state = script.relative_to(ROOT).as_posix(), "is as you left it"
     if again or not script.exists():
@@ -91,7 +91,7 @@ def begin(number, mistake, again=False):
             (script.parent / "experiment.py").write_text(puzzle["experiment"].lstrip(), encoding="utf-8")
     print(f"Puzzle {number}: {puzzle['title']} ({puzzle['difficulty']})\n\n{puzzle['symptom']}\n")
     print(puzzle["story"].replace("{script}", shown).replace("{folder}", f"puzzles/{number}"))
-    print(f"{shown} {state}. Fix it there.\nDo not look at its diff from {mistake['file']}, which shows the bug.\n")
+    print(f"{shown} {state}. Fix the bug there.\nDo not look at the diff from {mistake['file']}: it shows the bug.\n")
     for option, (_, what) in ACTIONS.items():
         print(f"    make puzzle-{number} ARGS=--{option:8} {what}")
 
@@ -101,7 +101,7 @@ def begin_again(number, mistake):
 
 
 def hint(number, mistake):
-    """Print one hint more than the last time."""
+    """Print one more hint than the last time."""
     note(number, "hint")
     hints, given = mistake["puzzle"]["hints"], progress(number).count("hint")
     for place, text in enumerate(hints[:given], 1):
