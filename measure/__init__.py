@@ -1,4 +1,4 @@
-"""Programs that measure the ladder, run from the repository's root, such as python -m measure.run. See README.md."""
+"""Programs that measure the ladder. Run them from the repository's root: python -m measure.run. See README.md."""
 
 import importlib.util
 import sys

@@ -2,10 +2,10 @@
 
     python -m measure.attention
 
-For each sequence length T, the table shows the forward pass, the forward and backward passes together, and the peak
-memory of both. A time is the median of 3 interleaved rounds (lowest-highest). A speed-up is over the unfused attention,
-which stores a score matrix that grows quadratically with T. FlashAttention (Dao et al. 2022) and similar kernels do not
-store the whole matrix at once. `make diff-06` shows how rung 06 calls them.
+For each sequence length T, the table shows the time of the forward pass alone, and the time and the peak memory of the
+forward and backward passes together. Each time is the median of 3 interleaved rounds (lowest-highest). Speed-ups are
+relative to the unfused attention, which stores a score matrix that grows quadratically with T. FlashAttention (Dao et
+al. 2022) and similar kernels do not store the whole matrix at once. `make diff-06` shows how rung 06 calls them.
 """
 
 import argparse
@@ -28,7 +28,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float3
 def causal_mask(T, device):
     """Return a bool mask of shape (T, T). An entry is True if the row's token may attend to the column's token.
 
-    The mask is cached, so the timings exclude its construction. The model also builds its mask only once.
+    The mask is built only once, as in the model, so the timings exclude its construction.
     """
     return torch.ones(T, T, dtype=torch.bool, device=device).tril()
 
@@ -52,7 +52,7 @@ ATTENTION = {  # a kernel that does not support the device or the dtype raises R
 
 
 def passes(attention, q, k, v):
-    """Return two functions to time: the forward pass alone, and the forward pass with the backward pass."""
+    """Return two functions to time: one runs the forward pass, the other the forward and backward passes."""
 
     @torch.no_grad()
     def forward():
@@ -65,7 +65,7 @@ def passes(attention, q, k, v):
 
 
 def peak_bytes(function, device):
-    """Return the peak memory of function() in bytes, without the inputs, or nan if PyTorch cannot track the memory."""
+    """Return the peak memory of function() in bytes, excluding inputs, or nan if PyTorch cannot track the memory."""
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         module.reset_peak_memory_stats(device)
@@ -76,7 +76,7 @@ def peak_bytes(function, device):
 
 
 def bench(q, k, v):
-    """Return a DataFrame of text with a row per kind of attention. q, k and v have shape (B, n_head, T, head_size)."""
+    """Return a DataFrame of text, a row per kind of attention."""
     table, functions = {}, {}
     for kind, attention in ATTENTION.items():
         forward, both = passes(attention, q, k, v)
@@ -90,7 +90,7 @@ def bench(q, k, v):
     times = pd.DataFrame(rounds)
     for (kind, heading), ms in times.items():
         table[kind][f"{heading}, ms"] = f"{ms.median():.3f} ({ms.min():.3f}-{ms.max():.3f})"
-        if ("written out", heading) in functions:  # otherwise, its score matrix does not fit in the memory
+        if ("written out", heading) in functions:  # otherwise, the unfused attention ran out of memory
             table[kind][f"{heading}, speed-up"] = f"{times['written out', heading].median() / ms.median():.2f} x"
     return pd.DataFrame.from_dict(table, orient="index")
 
@@ -111,7 +111,7 @@ def main():
     module = torch.get_device_module(device)
     chip = module.get_device_name(device) if hasattr(module, "get_device_name") else platform.machine()
     print(f"device {device} ({chip}) | torch {torch.__version__} | {dtype} | B {B}, {n_head} heads of {head_size}")
-    warnings.filterwarnings("ignore")  # the table already shows which kernels do not run
+    warnings.filterwarnings("ignore")  # the table already shows which kernels are not available
     for T in args.seq_lens:
         shape = B, n_head, T, head_size
         try:

@@ -1,25 +1,27 @@
 """Count the FLOPs, bytes and kernels of a training step:  python -m measure.counts --batch-size 4   (make counts)
 
-This program runs two steps of each unmodified rung on fake tensors and counts the second step. Fake tensors have shapes
-but no values, so counting needs no GPU and performs no arithmetic. Runs with the same version of torch give the same
-counts. With --card NAME, it also prints the floor of each rung on that GPU. The floor is an estimated lower bound on
-the step time. The lower bound of a kernel is the longer of two times, FLOPs / peak and bytes / bandwidth. The floor is
-the sum of these bounds over all kernels of the step.
+This program runs two steps of each unmodified rung on fake tensors and counts the operations of the second step. Fake
+tensors have shapes but no values, so you need no GPU. The same version of torch always gives the same counts. With
+--card NAME, the program also prints the floor of each rung on that GPU: an estimated lower bound on the step time. The
+floor is a sum over all kernels of the step. Each kernel contributes the longer of two times, FLOPs / peak and bytes /
+bandwidth.
 
 What is counted:
-* FLOPs: only matmuls are counted, with the formulas of torch.utils.flop_counter. The count includes the scores that
-  flash attention recomputes in its backward pass, and excludes the masked triangle that flash attention skips.
-* Bytes: each kernel is assumed to read or write each operand once, without a cache between kernels. For a table lookup,
-  only the rows that are read are counted.
-* Kernels: each operation that is not a view counts as one kernel. In practice, CUDA launches two or three kernels for
-  each sum over rows and for each backward pass of LayerNorm. It launches several kernels for each AdamW or clipping
+* FLOPs: only matmuls are counted, with the formulas of torch.utils.flop_counter. The count includes the attention
+  scores that flash attention recomputes in its backward pass. It excludes the masked triangle, which flash attention
+  skips.
+* Bytes: each kernel is assumed to read or write each operand once, and no data is assumed to stay in the cache between
+  kernels. For a table lookup, only the rows that are read are counted.
+* Kernels: each operation that is not a view counts as one kernel. In practice, PyTorch launches two or three CUDA
+  kernels for each sum over rows and for each LayerNorm backward pass. It launches several for each AdamW or clipping
   operation over all parameters.
-* Device: the steps run on the CPU but follow PyTorch's rules for CUDA. Softmax is float32 under autocast, and AdamW
-  and clipping use one operation for all parameters. Inductor schedules kernels for an A100 but does not pad matmuls.
-* Floor: the figures in cards.toml come from data sheets. No parameter is fitted to measured step times. The floor does
-  not include the time between kernels, and it assumes that each kernel reaches the peak or the full bandwidth. A step
-  can still be faster than its floor, mainly because kernels read the results of earlier kernels from the cache, or
-  because the GPU runs at a higher clock than its data sheet states.
+* Device: the steps run on the CPU but follow PyTorch's rules for CUDA: softmax runs in float32 under autocast, and
+  AdamW and clipping use one operation for all parameters. Inductor, the compiler behind torch.compile, schedules
+  kernels for an A100 but does not pad matmuls.
+* Floor: the peaks and bandwidths in cards.toml come from data sheets. Nothing is fitted to measured step times. The
+  floor assumes that each kernel reaches the peak or the full bandwidth, and that no time passes between kernels. A step
+  can still be faster than its floor, mainly because kernels read earlier results from the cache, or because the GPU
+  runs at a higher clock than its data sheet states.
 """
 
 import argparse
@@ -56,10 +58,10 @@ from measure.records import OVERRIDES, options, peaks, save, text
 PEER = Rung("measure/peers.py compiled", "transformers, compiled", "", "peer", precision="bf16")
 aten = torch.ops.aten
 NOT_KERNELS = {aten._unsafe_view.default, aten.lift_fresh.default}  # views that their schemas do not mark as views
-HOST = {aten._foreach_add_.Tensor}  # not counted: increments AdamW's step counters, on the CPU unless AdamW is fused
+HOST = {aten._foreach_add_.Tensor}  # not counted: AdamW's step counters are on the CPU unless AdamW is fused
 ONLY_WRITTEN = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # they overwrite a tensor without reading it
-SCHEDULES = {}  # key of a compiled graph -> its kernels; rungs 07 to 10 share theirs
-INSTEAD = {"tf32": "float32", "bf16": "fp16", "fp16": "float32"}  # precision -> substitute if a GPU does not support it
+SCHEDULES = {}  # key of a compiled graph -> its kernels, which rungs 07 to 10 share
+INSTEAD = {"tf32": "float32", "bf16": "fp16", "fp16": "float32"}  # precision -> substitute on a GPU that lacks it
 
 
 # ---- the kernels of a step
@@ -77,7 +79,7 @@ class Kernel(NamedTuple):
 
 @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu)
 def attention_flops(q, k, v, dropout=0.0, is_causal=False, products=2, **_):
-    """Return the FLOPs of attention's matmuls. q is a shape (..., T, head size).
+    """Return the FLOPs of the matmuls in attention. `q` is the shape of the queries, (..., T, head size).
 
     `products` is the number of matmuls. Causal attention computes only T (T + 1) / 2 of the T * T scores.
     """
@@ -92,7 +94,7 @@ def attention_backward_flops(grad, q, k, v, out, logsumexp, dropout, is_causal, 
 
 
 def product(func, args, kwargs, out, float32):
-    """Return (name, FLOPs, precision) of an operation. FLOPs and precision are 0 and "" if it is not a matmul."""
+    """Return (name, FLOPs, precision) of an operation. If it is not a matmul, FLOPs is 0 and precision is ""."""
     name, formula = f"aten::{func.overloadpacket.__name__}", FLOPS.get(func.overloadpacket)
     if not formula:
         return name, 0, ""
@@ -102,7 +104,7 @@ def product(func, args, kwargs, out, float32):
 
 
 def nbytes(tensor):
-    """Return a tensor's size in bytes. An expanded tensor has the size of its storage, not of its shape."""
+    """Return a tensor's size in bytes. For an expanded tensor, this is the size of its storage."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -117,7 +119,7 @@ def traffic(func, args, kwargs, out):
             changed = False  # AdamW changes the gradients only if a gradient scaler is used
         written += sum(map(nbytes, tensors)) if changed else 0
         if not (changed and func in ONLY_WRITTEN):
-            read |= {id(t): nbytes(t) for t in tensors}  # a tensor that is passed twice counts once
+            read |= {id(t): nbytes(t) for t in tensors}  # a tensor that is passed twice is counted once
     if func is aten.embedding.default:
         read[id(args[0])] = nbytes(out)
     if func is aten.nll_loss_forward.default:
@@ -131,7 +133,7 @@ def traffic(func, args, kwargs, out):
 
 
 class Recorder(TorchDispatchMode):
-    """Records operations in this mode as kernels. `float32` is the precision of float32 matmuls, float32 or tf32."""
+    """Records each operation as a kernel. `float32` is the precision of float32 matmuls: "float32" or "tf32"."""
 
     def __init__(self, float32="float32"):
         super().__init__()
@@ -157,7 +159,7 @@ class Recorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def patched(values):
-    """Replace attributes within this context. `values` maps full names, such as sys.argv, to values."""
+    """Replace attributes while this context is active. `values` maps full names, such as sys.argv, to new values."""
     with contextlib.ExitStack() as stack:
         for name, value in values.items():
             owner, _, attribute = name.rpartition(".")  # mock.patch(name) fails on Python 3.10
@@ -168,7 +170,7 @@ def patched(values):
 def fake_compile(inner, fullgraph=True):
     """Return a replacement for torch.nn.Module.compile.
 
-    `inner` compiles a graph, as Inductor's compile_fx_inner does. With `fullgraph`, code outside a graph is an error.
+    `inner` compiles a graph, as Inductor's compile_fx_inner does. With `fullgraph`, a graph break is an error.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -186,12 +188,11 @@ def fake_compile(inner, fullgraph=True):
 
 
 def run_fake(script, flags, mode, patches, cuda=True, environment=None):
-    """Run `script` on fake tensors with the options in `flags`, a dict, and with the dispatch mode `mode` active.
+    """Run `script` on fake tensors, with the options in the dict `flags` and under the dispatch mode `mode`.
 
-    `script` may contain arguments, separated by spaces. `patches` maps full names, such as torch.nn.Module.compile, to
-    values that replace them. `environment` contains more environment variables. The script runs on the CPU but follows
-    PyTorch's rules for CUDA, or its rules for the CPU if `cuda` is False. Raises SystemExit if the script rejects an
-    option.
+    `script` may include arguments, separated by spaces. `patches` maps full names, such as torch.nn.Module.compile, to
+    replacements. `environment` contains additional environment variables. The script runs on the CPU but follows
+    PyTorch's rules for CUDA, or for the CPU if `cuda` is False. Raises SystemExit if the script rejects an option.
     """
     softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
     capabilities = {**torch.cpu.get_capabilities(), "avx512_bf16": True}  # on a CPU, the rungs need this for bf16
@@ -218,7 +219,7 @@ def run_fake(script, flags, mode, patches, cuda=True, environment=None):
         }
     environment = {name: value for name, value in os.environ.items() if name not in OVERRIDES} | (environment or {})
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)  # as in the rungs on a GPU; deterministic mode changes compiled kernels
+    torch.use_deterministic_algorithms(False)  # as in the rungs on a GPU; determinism changes compiled kernels
     torch._dynamo.reset()
     try:
         with (
@@ -238,15 +239,19 @@ def run_fake(script, flags, mode, patches, cuda=True, environment=None):
 
 
 class Scheduled(BaseException):
-    """Stops Inductor and carries the scheduled kernels. Inductor would wrap an Exception but not a BaseException."""
+    """Stops Inductor and holds the scheduled kernels.
+
+    It is a BaseException because Inductor would wrap an Exception.
+    """
 
 
 def moved(node, graph):
-    """Return the number of bytes that a node of Inductor's scheduler for a graph reads and writes.
+    """Return the number of bytes that `node`, a node of Inductor's scheduler for `graph`, reads and writes.
 
-    Inductor's count for a fused node includes all rows of a lookup table. Its counts for the operations in that node
-    include only the rows that are read. This function therefore uses the smaller count for each buffer. For fused and
-    external kernels, Inductor counts at most 10^9 elements of a buffer. From B 20 on, at T 1024, the logits have more.
+    For a lookup table, Inductor counts all rows in a fused node, but only the rows that are read in the node's
+    individual operations. This function therefore uses the smaller count for each buffer. For fused and external
+    kernels, Inductor counts at most 10^9 elements per buffer. From B 20 on, at T 1024, the logits have more elements,
+    so their count is corrected here.
     """
     sizes, parts = node.get_read_write_buffer_accesses(True, True), node.get_nodes()
     for name, size in sizes.items():
@@ -301,8 +306,8 @@ def to_cuda(gm, inputs):
 def compiler(recorder, fullgraph, cuda=True):
     """Return a replacement for torch.nn.Module.compile.
 
-    With this replacement, each call of a compiled module records the kernels that Inductor would run. With `fullgraph`,
-    code outside a graph is an error. `cuda` is the device to compile for, CUDA or the CPU.
+    With this replacement, each call of a compiled module records the kernels that Inductor would run. See
+    fake_compile() for `fullgraph`. If `cuda` is False, the modules are compiled for the CPU.
     """
     from torch._inductor import compile_fx
     from torch._inductor.runtime.hints import DeviceProperties
@@ -338,7 +343,7 @@ def compiler(recorder, fullgraph, cuda=True):
             values, before = list(args), len(recorder.kernels)
             args.clear()
             out = gm(*values)
-            recorder.kernels[before:] = SCHEDULES[key]  # these replace the operations that the mode has just recorded
+            recorder.kernels[before:] = SCHEDULES[key]  # replaces the operations that gm() recorded
             return out
 
         run._boxed_call = True
@@ -350,8 +355,7 @@ def compiler(recorder, fullgraph, cuda=True):
 def step(rung, model, batch_size, seq_len, cuda=True):
     """Return the kernels of a rung's second step, in order.
 
-    The step follows PyTorch's rules for CUDA, or its rules for the CPU if `cuda` is False. Raises SystemExit if the
-    script rejects the batch size or the sequence length.
+    The step follows PyTorch's rules for CUDA, or for the CPU if `cuda` is False.
     """
     recorder, steps = Recorder("float32" if rung.precision == "float32" else "tf32"), []
 
@@ -385,7 +389,7 @@ class Card:
     def read(cls, name):
         """Return a Card. `name` is a GPU in cards.toml ("RTX" is optional) or a file with the output of measure.roof.
 
-        Raises ValueError if `name` is neither, and OSError if a file cannot be read.
+        Raises ValueError if `name` is neither, and OSError if the file cannot be read.
         """
         cards = read_toml("measure/cards.toml")
         for known, card in cards.items():
@@ -441,7 +445,7 @@ def totals(step, group=None):
 
 
 def cells(steps, card=None):
-    """Return a table of counts with a row per script in `steps`, as a list of dicts of heading -> cell."""
+    """Return a table of counts with a row per script in `steps`."""
     table = []
     for script, step in steps.items():
         flops, moved, kernels = totals(step)
@@ -455,7 +459,7 @@ def cells(steps, card=None):
 
 
 def beside(measured, steps, card):
-    """Return a table of step times ({script: ms}) beside floors, as a list of dicts of heading -> cell."""
+    """Return a table of measured step times ({script: ms}) and floors."""
     table, before = [], (None, None)
     for script, ms in measured.items():
         now = ms, card.floor_ms(steps[script])[0]
@@ -473,7 +477,7 @@ def main():
     parser.add_argument("--batch-size", type=int, nargs="+", default=[4], metavar="B", help="batch sizes, default 4")
     parser.add_argument("--seq-len", type=int, default=1024, help="sequence length T, default 1024")
     parser.add_argument(
-        "--card", help="also print the floor on this GPU of measure/cards.toml, or of measure.roof's output"
+        "--card", help="also print the floor on this GPU: a name in measure/cards.toml, or a file from measure.roof"
     )
     parser.add_argument("--only", nargs="+", metavar="NN", help="only these scripts, such as 10 fused peers")
     parser.add_argument("--out", type=Path, help="also write the counts to this file as JSON")

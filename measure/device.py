@@ -1,9 +1,8 @@
-"""Describe the device, and read its clock and load:  python -m measure.device --device cuda
+"""Describe the hardware and the software as JSON:  python -m measure.device --device cuda
 
-This program prints a description of the hardware and the software as JSON. It is a program of its own because a process
-that queries a GPU through PyTorch occupies some of the GPU's memory until it exits.
+This is a separate program because a process that queries a GPU through PyTorch occupies some GPU memory until it exits.
 
-The functions of this file choose a device, read its clock and load, and time statements on it.
+The functions in this file also choose a device, read its clock speed and load, and measure how long statements take.
 """
 
 import argparse
@@ -42,8 +41,8 @@ def add_device(parser):
 def precisions(device):
     """Return the names of the precisions that the scripts use on this device.
 
-    On a CPU without bf16 instructions, the list contains only float32, because 16-bit matmuls are emulated there and
-    can take minutes.
+    On a CPU without bf16 instructions, the list contains only float32, because 16-bit matmuls would be emulated and
+    could take minutes.
     """
     if device.type == "cpu":
         return ["float32", "bf16", "fp16"] if torch.cpu.get_capabilities().get("avx512_bf16") else ["float32"]
@@ -71,7 +70,7 @@ def describe(device):
         "device_memory_gib": round(module.mem_get_info(device)[1] / 2**30, 1) if cuda else None,
         "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
         "uuid": uuid,
-        "id": hashlib.sha256((uuid or platform.node()).encode()).hexdigest()[:8],  # a name that reveals none
+        "id": hashlib.sha256((uuid or platform.node()).encode()).hexdigest()[:8],  # hashed for privacy
         "torch": torch.__version__,
         "cuda": torch.version.cuda or torch.version.hip,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
@@ -88,7 +87,7 @@ def describe(device):
 
 
 def find_gpu(uuid):
-    """Return the NVML handle of the GPU with this UUID, or None if NVML is unavailable or lacks this GPU."""
+    """Return the NVML handle of the GPU with this UUID, or None if NVML is unavailable or does not find the GPU."""
     try:
         pynvml.nvmlInit()
         gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
@@ -98,9 +97,9 @@ def find_gpu(uuid):
 
 
 def reading(gpu):
-    """Return the SM clock in MHz, power and power limit in W, and temperature in °C of an NVML handle as a dict.
+    """Return a dict with the SM clock in MHz, the power and power limit in W, and the temperature in °C of a GPU.
 
-    A value that cannot be read is None. If `gpu` is None, the dict is empty.
+    `gpu` is an NVML handle. A value that cannot be read is None. If `gpu` is None, the dict is empty.
     """
     if gpu is None:
         return {}
@@ -122,7 +121,7 @@ def reading(gpu):
 def load(gpu):
     """Return a description of the load from other programs, or None if it is low.
 
-    The load from a ladder script would count as well, so call this function only while no ladder script runs.
+    A ladder script would count as another program, so call this function only while no ladder script runs.
     """
     cores = psutil.cpu_percent(interval=0.1) / 100 * psutil.cpu_count()
     said = [f"other programs use {cores:.1f} CPU cores"] if cores > min(1, psutil.cpu_count() / 4) else []
@@ -133,8 +132,8 @@ def load(gpu):
         except pynvml.NVMLError:
             others, memory = 0, 0.0
         said += [f"other processes use the GPU: {others}"] if others else []
-        # A container may hide other processes but not their memory use. The driver alone uses less than 2 GiB, so a
-        # higher value indicates that another process uses the GPU.
+        # In a container, other processes can be hidden, but their memory use is not. The driver alone uses less than
+        # 2 GiB, so a higher value indicates that another process uses the GPU.
         said += [f"{memory:.0f} GiB of GPU memory is in use"] if memory > 2 else []
     return "; ".join(said) or None
 
@@ -143,12 +142,9 @@ def load(gpu):
 
 
 def seconds(stmt, device, min_run_time=0.1, **names):
-    """Return the median run time of a Python statement in seconds. `names` contains the variables that it uses.
+    """Return the median run time of a Python statement in seconds. `names` contains the variables in the statement."""
 
-    The statement is repeated for at least min_run_time seconds.
-    """
-
-    def clock():  # synchronizes `device`; Timer's default clock synchronizes the current GPU, which may differ
+    def clock():  # synchronizes `device`; Timer's default clock synchronizes the current GPU, which may be another GPU
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         return time.perf_counter()
@@ -158,7 +154,7 @@ def seconds(stmt, device, min_run_time=0.1, **names):
 
 
 def memory_in_use(function):
-    """Run function() and return [(time in ns, bytes)]: the CPU memory in use after each change."""
+    """Run function() and return a list of (time in ns, bytes), the CPU memory in use after each change."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs every start and stop
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()

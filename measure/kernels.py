@@ -1,19 +1,19 @@
 """Profile the kernels of a training step:  python -m measure.kernels speedup_05_compile.py --steps 12
 
-This program runs the unmodified script under torch.profiler and profiles 3 steps after 5 warm-up steps. After the
+This program runs the unmodified script and profiles 3 steps with torch.profiler after 5 warm-up steps. After the
 script's output, it prints one line of JSON, which `make ladder ARGS=--profile` stores:
 
     groups_ms       milliseconds per step for each group of kernels
-    attention       the kernel that computed attention
+    attention       the kind of kernel that computed attention
     reserved_gib    the peak memory that PyTorch reserved, in GiB
     step            the kernels of the step of median length, which `make timeline` shows
 
-On a GPU, the program groups kernels by their names and by the operations that launched them. On a CPU, a kernel is a
-compiled function or an operation that computes. Views and operations that only call other operations are not kernels.
-The operations that a kernel calls are part of it.
+On a GPU, kernels are grouped by their names and by the operations that launched them. On a CPU, a kernel is a compiled
+function or an operation that computes something, including the operations that it calls. Views and operations that only
+call other operations are not kernels.
 
-The group "idle" is the time during which no kernel ran. On a CPU, this time goes to Python, to dispatch and to freeing
-memory.
+The group "idle" is the time during which no kernel ran. On a CPU, Python code, operator dispatch and freeing memory
+take this time.
 """
 
 import functools
@@ -49,7 +49,7 @@ ATTENTION = {
     "memory-efficient": r"efficient_attention|fmha_cutlass",
     "math": r"attention_math",
 }
-# The first is a view, and the second only calls two other operations. Their schemas do not say so.
+# _unsafe_view is a view, and masked_fill only calls two other operations, but their schemas do not say so.
 NO_KERNELS = "aten::_unsafe_view", "aten::masked_fill"
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # operations with this key only call other operations
 
@@ -64,7 +64,7 @@ def group(name, path=""):
 
 @functools.cache
 def computes(name):
-    """Return whether an event of this name on the CPU is a kernel, as defined above."""
+    """Return whether a CPU event with this name is a kernel, as defined at the top of this file."""
     namespace, _, operation = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace, None), operation, None) if operation.isidentifier() else None
     if name in NO_KERNELS or not isinstance(packet, torch._ops.OpOverloadPacket):
@@ -75,7 +75,7 @@ def computes(name):
 
 
 def nested(events):
-    """Return a list of (event, the enclosing events in its thread, outermost first)."""
+    """Return a list of (event, [the enclosing events in its thread, outermost first])."""
     done, stacks = [], {}
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         stack = stacks.setdefault(event["tid"], [])
@@ -87,7 +87,7 @@ def nested(events):
 
 
 def short(name):
-    """Shorten the name of a GPU kernel: without parameters, PyTorch's namespace and most template arguments."""
+    """Return the name of a GPU kernel without parameters, PyTorch's namespace and most template arguments."""
     if name.startswith(("triton_", "Mem")):
         return name.partition(" (")[0]
     if cutlass := re.search(r"cutlass_\w+", name):
@@ -102,7 +102,7 @@ def kernels_of(events, gpu=False):
     """Return the kernels in a trace as a list of (start, duration, group, name), sorted by start, in microseconds.
 
     The name of a GPU kernel starts with the operation that launched it. If the same call of this operation has already
-    launched a kernel, the name starts with "+". Raises ValueError if a GPU's trace contains no kernels.
+    launched a kernel, "+" precedes the name. Raises ValueError if a GPU's trace contains no kernels.
     """
     operations = nested(event for event in events if event["cat"] in ("cpu_op", "user_annotation"))
     on_gpu = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -140,7 +140,7 @@ def attention(names):
 
 
 def length(spans):
-    """Return the total length of (start, end) spans. Overlapping time counts once."""
+    """Return the total length of (start, end) spans. Overlaps are counted only once."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         covered += max(0.0, end - max(start, reached))
@@ -151,10 +151,10 @@ def length(spans):
 def in_steps(trace, gpu=False):
     """Return a list of (start, duration, kernels) for the steps of a Chrome trace that torch.profiler wrote.
 
-    A kernel belongs to the step in which it starts. See kernels_of() for the kernels and the errors.
+    A kernel belongs to the step in which it starts. See kernels_of() for the format of the kernels and for exceptions.
     """
     events = [event for event in trace if event.get("ph") == "X"]
-    # A GPU trace also contains GPU ranges for the steps. They do not cover all kernels, so only CPU ranges are used.
+    # A GPU trace also contains GPU ranges for the steps. The GPU ranges do not cover all kernels, so use CPU ranges.
     steps = [e for e in events if e["name"].startswith("ProfilerStep") and e["cat"] == "user_annotation"]
     kernels = kernels_of([e for e in events if not e["name"].startswith("ProfilerStep")], gpu)
     steps = sorted((step["ts"], step["dur"]) for step in steps)
@@ -164,7 +164,7 @@ def in_steps(trace, gpu=False):
 def grouped(steps):
     """Return a dict of milliseconds per step by group, given the result of in_steps().
 
-    Kernels that overlap each count in full. The group "idle" is the time without any kernel.
+    Overlapping kernels are each counted in full.
     """
     kinds = "matmul", "attention", "softmax and loss", "normalization and element-wise", "optimizer", "copies", "idle"
     total = dict.fromkeys(kinds, 0.0)
@@ -178,8 +178,8 @@ def grouped(steps):
 def median_step(steps):
     """Return the step of median length as a dict that can be written as JSON.
 
-    "ms" is its length. Each kernel is [start, duration, position of its name in "names"]. Times are in microseconds
-    since the start of the step. Each name is [group, short name].
+    "ms" is the length of the step. Each kernel is [start, duration, position of its name in "names"], in microseconds,
+    with starts counted from the start of the step. Each name is [group, short name].
     """
     start, whole, kernels = sorted(steps, key=lambda step: step[1])[len(steps) // 2]
     names = list(dict.fromkeys(tuple(kernel[2:]) for kernel in kernels))
@@ -191,9 +191,9 @@ def profile(run):
     """Call run(), which runs a script with the arguments in sys.argv, and return the dict that this program prints."""
     gpu = torch.accelerator.is_available() and not any(word.endswith("cpu") for word in sys.argv)
     if not gpu:
-        # Without this option, compiled C++ code is one unnamed block in the trace. The option changes the key of
-        # Inductor's cache, so the first profile on a CPU recompiles the model. On a GPU, the option stays off, so the
-        # profile can reuse the kernels of earlier runs.
+        # Without this option, compiled C++ code is one unnamed block in the trace. With the option, Inductor's
+        # cache keys differ, so the model is recompiled for the first profile on a CPU. On a GPU, the option stays off,
+        # so the profile can reuse the kernels of earlier runs.
         torch._inductor.config.cpp.enable_kernel_profile = True
     with tempfile.TemporaryDirectory() as folder:
         path, devices = Path(folder, "trace.json"), set()
@@ -225,7 +225,7 @@ def profile(run):
 
 
 def run_script(path):
-    """Run a script in this process as `python path` would: it can import the other files in its folder."""
+    """Run a script in this process. As with `python path`, the script can import the other files in its folder."""
     with mock.patch.object(sys, "path", [str(Path(path).resolve().parent), *sys.path]):
         runpy.run_path(str(path), run_name="__main__")
 

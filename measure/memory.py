@@ -1,23 +1,22 @@
-"""Will it fit? Predict the peak memory of each script:  python -m measure.memory --model gpt2-xl --batch-size 8
+"""Predict the peak memory of each script:  python -m measure.memory --model gpt2-xl --batch-size 8
 
 This program runs two steps of each unmodified script on fake tensors, which have shapes and lifetimes but no values. It
-adds up the sizes of all tensors that exist at the same time, and prints the largest sum of the second step and what it
-consists of. No formula describes the model: the sizes come from the tensors that PyTorch creates and frees. This needs
-no GPU and little memory. A compiled GPT-2 takes about half a minute, and a compiled GPT-2 XL about two minutes. The
-program covers the rungs, and the side rungs except Muon.
+adds up the sizes of the tensors that are alive, and prints the peak of this sum in the second step, divided into
+weights, gradients and so on. You need no GPU and little memory. The prediction for a compiled script takes about half a
+minute with GPT-2, and about two minutes with GPT-2 XL. The program covers all rungs and side rungs except Muon.
 
 What is predicted:
 * Eager scripts follow PyTorch's rules for CUDA, or for the CPU with --device cpu.
-* For compiled scripts, torch.compile generates CPU code, which runs with kernels that do nothing. On a GPU, the
-  compiler can fuse a few more or fewer kernels.
-* --ranks N predicts one of the N processes of ddp_run.py and fsdp_run.py, with two micro-steps per step. PyTorch's fake
-  process group stands in for the other ranks. DDP's own code cannot run on fake tensors; its buckets, which are a
-  second copy of the gradients, are allocated instead.
-* Not included: the CUDA context, workspaces of cuBLAS, and fragmentation.
+* For compiled scripts, torch.compile generates CPU code, whose kernels are replaced by functions that do nothing. On a
+  GPU, the compiler can fuse a few more or fewer kernels.
+* --ranks N predicts the peak of one of the N processes of ddp_run.py and fsdp_run.py, with two micro-steps per step.
+  PyTorch's fake process group replaces the other ranks. DDP cannot run on fake tensors, so the program only allocates
+  its gradient buckets, a second copy of the gradients.
+* Not included: the CUDA context, cuBLAS workspaces, and fragmentation.
 
---measure also measures the peaks. For each script, it runs python -m measure.memory peak SCRIPT in a process of its
-own. On CUDA, PyTorch's allocator reports the peak. On a CPU, the process adds up the allocations that torch.profiler
-records, which makes the steps slower.
+With --measure, the program also measures each peak in a separate process: python -m measure.memory peak SCRIPT. On
+CUDA, PyTorch's allocator reports the peak. On a CPU, the process adds up the allocations that torch.profiler records.
+The profiler makes the steps slower.
 """
 
 import argparse
@@ -56,11 +55,11 @@ CHECKPOINTED = "branches/activation_checkpointing.py"
 VOCABULARY = (50257, 50304)
 PARTS = ("weights", "gradients", "moments", "logits", "activations")
 GIB = 2**30
-compiled_graphs = {}  # the graph and its inputs -> what Inductor made of them; rungs 07 to 10 share theirs
+compiled_graphs = {}  # graph and sizes of its inputs -> the compiled graph, which rungs 07 to 10 share
 
 
 class Live(TorchDispatchMode):
-    """Adds up the sizes of the storages that exist, and keeps a list of those that existed when the sum was largest."""
+    """Tracks the total size of the storages that are alive, and lists the storages that were alive at its peak."""
 
     supports_higher_order_operators = True
 
@@ -91,7 +90,7 @@ class Live(TorchDispatchMode):
     def add(self, tensor):
         if is_traceable_wrapper_subclass(tensor):  # a DTensor: only its local shard takes memory
             for inner in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
-                if isinstance(inner, torch.Tensor):  # not its DeviceMesh
+                if isinstance(inner, torch.Tensor):  # skip its DeviceMesh
                     self.add(inner)
             return
         storage = tensor.untyped_storage()
@@ -113,7 +112,7 @@ class Live(TorchDispatchMode):
         self.now -= self.alive.pop(address)[1]
 
     def composition(self, optimizer):
-        """Return {part: bytes} at the peak. `optimizer` is the one whose step has just ended."""
+        """Return {part: bytes} at the peak of the step that `optimizer` has just finished."""
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         known = {
             "weights": weights,
@@ -131,7 +130,7 @@ class Live(TorchDispatchMode):
         return dict(parts)
 
 
-# Inductor's code calls C++ functions that would create real tensors. These two functions create fake tensors instead.
+# Inductor's code calls two C++ functions that create real tensors. These replacements create fake tensors.
 
 
 def empty_strided(size, stride, dtype):
@@ -143,7 +142,7 @@ def reinterpret(tensor, size, stride, offset=0):
 
 
 def compiler(live, fullgraph):
-    """Return a replacement for torch.nn.Module.compile, which runs Inductor's code with kernels that do nothing."""
+    """Return a replacement for torch.nn.Module.compile that runs Inductor's code with kernels that do nothing."""
     from torch._inductor.compile_fx import compile_fx_inner
 
     def inner(gm, inputs, **options):
@@ -163,7 +162,7 @@ def compiler(live, fullgraph):
 
 
 class Buckets(torch.nn.Module):
-    """Stands in for DistributedDataParallel, which copies the gradients into buckets of the same total size."""
+    """Replaces DistributedDataParallel and allocates its buckets, which together are as large as the gradients."""
 
     def __init__(self, module, buckets):
         super().__init__()
@@ -175,7 +174,7 @@ class Buckets(torch.nn.Module):
 
 
 def as_rank_0(ranks, live):
-    """Return (environment, patches) with which a script runs as rank 0 of `ranks` processes, without the others."""
+    """Return (environment, patches). With these, a script runs as rank 0 of `ranks` without the other processes."""
     begin, mesh = dist.init_process_group, dist.init_device_mesh
 
     def fake_group(*_):
@@ -199,13 +198,13 @@ def as_rank_0(ranks, live):
 
 def flags_of(rung, model, batch_size, seq_len, ranks):
     flags = {"model": model, "batch_size": batch_size, "seq_len": seq_len, "steps": 2}
-    if rung.kind == "scale":  # a second micro-step, because then the gradients exist during a forward pass
+    if rung.kind == "scale":  # two micro-steps, so that the gradients exist during a forward pass
         flags["total_batch_size"] = 2 * batch_size * seq_len * ranks
     return flags
 
 
 def checkpoint_blocks(model):
-    """Make each block of a GPT keep only its input and recompute its activations in the backward pass."""
+    """Let each block of a GPT store only its input and recompute its activations in the backward pass."""
     block = type(model.transformer.h[0])
     forward = block.forward
     block.forward = lambda self, x: checkpoint(forward, self, x, use_reentrant=False)
@@ -244,13 +243,13 @@ def predict(rung, batch_size, model, seq_len, ranks=1, checkpointing=False, cuda
         "tiktoken.Encoding.encode_to_numpy": lambda *_, **__: tokens,  # input.txt can be too short for the batch
     }
     with register_optimizer_step_post_hook(end_of_step), tempfile.TemporaryDirectory() as cache:
-        environment |= {"TORCHINDUCTOR_CACHE_DIR": cache}  # the user's cache must not receive empty kernels
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": cache}  # keep the empty kernels out of the user's cache
         run_fake(rung.file, flags, live, patches, cuda, environment)
     return steps[-1]
 
 
 def print_peak(script, *options):
-    """Run a script with its options, for 2 steps or more, and print the peak of its last step in bytes as JSON.
+    """Run a script with these options for at least 2 steps, and print the peak of its last step in bytes as JSON.
 
     With "--checkpointing" as the last option, each block is checkpointed as in branches/activation_checkpointing.py.
     """
@@ -281,7 +280,10 @@ def print_peak(script, *options):
 
 
 def measure(rung, batch_size, model, seq_len, device, ranks=1, checkpointing=False):
-    """Return the peak memory of a script's second step on this machine in bytes. Raises RuntimeError if it fails."""
+    """Return the peak memory of a script's second step on this machine in bytes.
+
+    Raises RuntimeError if the script fails.
+    """
     flags = flags_of(rung, model, batch_size, seq_len, ranks) | {"device": device}
     words = ["-m", "measure.memory", "peak", rung.file, *options(flags), *["--checkpointing"] * checkpointing]
     if ranks > 1:
@@ -298,9 +300,9 @@ def peak(row):
 
 
 def largest(at, gib):
-    """Return a batch size whose peak is just under `gib` GiB, or 0. at(B) returns the parts of the peak at B.
+    """Return a batch size whose predicted peak is just under `gib` GiB, or 0 if B 1 does not fit.
 
-    Each guess follows from the peaks at two batch sizes. The result is a guess whose predicted peak fits.
+    at(B) returns the parts of the peak at B. Each guess follows linearly from the peaks at two batch sizes.
     """
 
     def left(B):
@@ -309,7 +311,7 @@ def largest(at, gib):
     good, other = 1, 4
     if left(1) < 0:
         return 0
-    while left(good) == left(other):  # at a small B, the peak can be in the optimizer step
+    while left(good) == left(other):  # equal if the peak is in the optimizer step, as it can be at a small B
         good, other = other, 2 * other
     while more := int(left(good) * (other - good) / (left(good) - left(other))):
         good, other = (good + more, good) if left(good + more) >= 0 else (good, good + more)
@@ -323,7 +325,7 @@ def fits(name):
 
 
 def table(rows):
-    """Return the rows as a list of dicts of heading -> cell, in GiB."""
+    """Return the table of rows, in GiB."""
     lines = []
     for row in rows:
         line = {"script": row["name"]} | {part: f"{row['parts'][part] / GIB:.2f}" for part in PARTS}
@@ -339,29 +341,33 @@ def main():
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["gpt2"], help="models, default gpt2")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[4], metavar="B", help="batch sizes, default 4")
     parser.add_argument("--seq-len", type=int, default=1024, help="sequence length T, default 1024")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of ddp_run.py and fsdp_run.py, default 1")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="number of processes of ddp_run.py and fsdp_run.py, default 1"
+    )
     parser.add_argument(
         "--checkpointing", action="store_true", help="also predict each script with checkpointed blocks"
     )
     parser.add_argument("--only", nargs="+", metavar="NN", help="only these scripts, such as 10 fused fsdp")
-    parser.add_argument("--gib", type=float, help="also print the largest batch size that fits in this memory")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules to follow, default cuda")
+    parser.add_argument("--gib", type=float, help="also print the largest batch size that fits in this many GiB")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="follow PyTorch's rules for this device, default cuda"
+    )
     parser.add_argument(
         "--measure", action="store_true", help="also run the scripts on the device and measure the peak"
     )
     parser.add_argument("--out", type=Path, help="also write the results to this file as JSON")
     args = parser.parse_args()
-    # composition() needs the gradients after the step, and Muon has freed its own.
+    # Muon is left out because it frees its gradients, which composition() needs after the step.
     ladder = [rung for rung in read_ladder() if rung.part != "pretrain" and rung.number != "muon"]
     only = args.only or [rung.number for rung in ladder]
     if unknown := set(only) - {rung.number for rung in ladder}:
         parser.error(f"--only {min(unknown)}: expected one of {', '.join(rung.number for rung in ladder)}")
     if min(*args.batch_size, args.ranks) < 1 or not 1 <= args.seq_len <= 1024:
-        parser.error("need at least 1 for --batch-size and --ranks, and 1 to 1024 for --seq-len")
+        parser.error("--batch-size and --ranks must be at least 1, and --seq-len must be 1 to 1024")
     if args.gib is not None and not args.gib > 0:
         parser.error("--gib must be more than 0")
     if args.measure and args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--measure: PyTorch finds no GPU here; --device cpu measures on the CPU")
+        parser.error("--measure: PyTorch finds no GPU; to measure on the CPU, add --device cpu")
     if args.out and (args.out.is_dir() or not os.access(args.out.parent, os.W_OK)):
         parser.error(f"--out {args.out}: cannot write a file there")
     found = []

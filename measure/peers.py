@@ -3,10 +3,10 @@
     python -m measure.peers compiled   a minimal loop with bf16 and torch.compile
     python -m measure.peers trainer    transformers.Trainer with bf16, torch.compile and fused AdamW
 
-Both loops use the batches, optimizer, clipping and schedule of speedup_10_fused_adamw.py, without dropout. They
-start from that rung's initial weights, without the rows that pad its vocabulary, because transformers does not pad the
-vocabulary. Their loss curves therefore match the rung's curve up to rounding. Each loop prints lines in the rung's
-format. On a machine with several GPUs, Trainer uses all GPUs that CUDA_VISIBLE_DEVICES lists.
+Both loops use the batches, optimizer, clipping and learning-rate schedule of speedup_10_fused_adamw.py, without
+dropout. They start from that rung's initial weights, except for the rows that pad the vocabulary, because transformers
+does not pad it. Their loss curves therefore match the rung's curve up to rounding. Each loop prints lines in the rung's
+format. On a machine with several GPUs, Trainer uses all GPUs in CUDA_VISIBLE_DEVICES.
 """
 
 import argparse
@@ -36,13 +36,12 @@ def build(name):
     model = transformers.GPT2LMHeadModel(config)
     theirs = model.state_dict()
     for key, w in ours.state_dict().items():
-        conv1d = key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))  # in transformers, these are (in, out)
+        conv1d = key.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))  # (in, out) in transformers
         theirs[key].copy_(w.t() if conv1d else w[: len(theirs[key])])
     return model.train()
 
 
 def compiled(model, loader, steps, device, report, use_bf16):
-    """Train with a minimal loop."""
     model.to(device)
     model.compile()
     optimizer = rung.GPT.configure_optimizers(model, lr=0.0)
@@ -73,7 +72,6 @@ class Rows(torch.utils.data.IterableDataset):
 
 
 def trainer(model, loader, steps, device, report, use_bf16):
-    """Train with transformers.Trainer."""
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
             output_dir=folder,

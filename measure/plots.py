@@ -1,11 +1,10 @@
-"""Draw measurements, counts and losses. As a program, plot the losses of runs from their logs:
+"""Plot the losses of runs from their logs. Other programs use this file to draw measurements and counts.
 
     python -m measure.plots runs/a.jsonl runs/b.jsonl   (make plot)
 
-A log is a file that a script wrote with --log-file. It contains one JSON object per line: "step" and "loss" for a
-training step, or "step" and "val_loss" for an evaluation. JSON lines without "step" are skipped. You can plot a log
-while the run is still writing it. The example above writes runs/a.svg. To choose a different file (.svg, .png, .pdf),
-use --out.
+A log is a file that a script writes with --log-file. Each line is a JSON object with "step" and "loss" for a training
+step, or "step" and "val_loss" for an evaluation. Lines without "step" are skipped. You can plot a log during the run.
+The example above writes runs/a.svg. To choose a different file (.svg, .png or .pdf), use --out.
 """
 
 import argparse
@@ -95,8 +94,7 @@ def figures(data):
 def three_counts(sums, data, wide=True):
     """Draw four bar plots of scripts: the step time in a records.Measurement, and three counts by kernel group.
 
-    `sums` maps each script to {group: (FLOPs, bytes moved, kernels)} at the batch size of the measurement. The plots
-    are in one row, or in one column for a narrow screen.
+    `sums` maps each script to {group: (FLOPs, bytes moved, kernels)} at the batch size of the measurement.
     """
     rows, columns = (1, 4) if wide else (4, 1)
     figure, kinds = Figure(figsize=(10.0, 3.5) if wide else (3.8, 10.4)), [kind for kind in GROUPS if kind != "idle"]
@@ -126,10 +124,10 @@ def three_counts(sums, data, wide=True):
 
 
 def held_out(rows):
-    """Draw the mean held-out loss of each row over the steps and over the seconds, with the range of the seeds.
+    """Draw the mean held-out loss of each row over steps and over seconds, with the range over the seeds.
 
-    `rows` come from quality.compare(). If they have learning rates, the figure shows each script at its best rate. It
-    omits rows that diverged.
+    `rows` comes from quality.compare(). If the rows have learning rates, each script is drawn at its best rate. Rows
+    that diverged are left out.
     """
     figure = Figure(figsize=(10.0, 4.6))
     left, right = figure.subplots(1, 2, sharey=True)
@@ -142,14 +140,14 @@ def held_out(rows):
         steps = np.array(row["runs"][0]["steps"])
         losses = np.array([run["losses"] for run in row["runs"]])
         rate = f", rate {row['max_lr']:g}" if row["max_lr"] else ""
-        # The rate does not change the work, so the times of all rates are pooled.
+        # The rate does not change the work of a step, so the times of all rates are pooled.
         ms = np.median([run["ms"] for one in rows if one["script"] == script for run in one["runs"] if run["ms"]])
         style = {"color": f"C{place % 10}", "linestyle": "-" if place < 10 else "--"}
         for axes, x in ((left, steps), (right, steps * ms / 1000)):
             axes.plot(x, losses.mean(0), label=title(script) + rate, linewidth=1.3, **style)
             axes.fill_between(x, losses.min(0), losses.max(0), alpha=0.15, color=style["color"], linewidth=0)
     early = [np.mean([run["losses"][len(run["losses"]) // 4] for run in row["runs"]]) for row in best.values()]
-    left.set_ylim(top=max(early, default=None))  # hides the first drop
+    left.set_ylim(top=max(early, default=None))  # hides the initial drop of the loss
     left.set(xlabel="step", ylabel="held-out loss, nats per token", title="Held-out loss over steps")
     right.set(xlabel="seconds of training, without compilation", title="Held-out loss over time")
     if best:
@@ -181,9 +179,9 @@ def curve(rows, key):
 def losses(runs):
     """Return a figure of the losses over the steps, given {name: rows}.
 
-    The training loss is a solid line. The validation loss is a dashed line, and the legend shows its lowest value. The
-    y-axis ends just above the largest loss after the first 5 % of each run. If the axis included the initial drop, the
-    rest of the curves would look flat.
+    Solid lines show the training loss, and dashed lines the validation loss, whose lowest value is in the legend. The
+    y-axis ends just above the largest loss after the first 5 % of each run, because the initial drop would make the
+    rest look flat.
     """
     figure, top = Figure(figsize=(8, 4.5)), 0.0
     axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy, nats per token")
@@ -210,7 +208,7 @@ def losses(runs):
 
 
 def svg(figure):
-    """Return a figure as SVG text. Equal figures produce equal text."""
+    """Return a figure as SVG text."""
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"

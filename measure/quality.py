@@ -1,18 +1,18 @@
 """Measure what each rung learns on the small model nano:  python -m measure.quality   (make quality)
 
-Each script trains once per seed, on the first nine tenths of input.txt. A seed sets the initial weights; all runs read
-the same batches. A run is its own process, `python -m measure.quality train SCRIPT`, which ends with a line of JSON.
-About ten times during a run, a hook that PyTorch calls after an optimizer step computes the loss of about eight
-batches, spread over the last tenth of the text, in float32. The script itself is unchanged. The evaluations are not
-timed.
+Each script trains once per seed on the first nine tenths of input.txt. The seed sets the initial weights; all runs read
+the same batches. Each run is a separate process, `python -m measure.quality train SCRIPT`. The scripts are not
+modified: PyTorch calls a hook after each optimizer step. About ten times per run, this hook computes the held-out loss
+in float32, on about eight batches spread over the last tenth of the text. The step times do not include these
+evaluations.
 
-For each seed, the table shows how many steps and seconds a rung needs to reach the final held-out loss of the previous
-rung. Losses between two evaluations are interpolated. Seconds are steps times the run's median step time, so they
-exclude the compilation.
+For each rung, the table shows how many steps and seconds a run needs to reach the final held-out loss of the previous
+rung with the same seed. Losses between two evaluations are interpolated. Seconds are steps times the run's median step
+time, so they exclude compilation.
 
-With --max-lr, each script runs at each of these learning rates, and each row is compared with the best rate of the
-first script. The table marks runs that diverged. Each finished run is saved. To continue a stopped measurement, run the
-same command again.
+With --max-lr, each script runs at each of these peak learning rates, and each row is compared with the first script at
+its best rate. Runs that diverged are marked in the table. Each finished run is saved. To continue a stopped
+measurement, run the same command again.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from measure import plots, records
 from measure.run import ask, execute
 
 EVALUATIONS, BATCHES = 10, 8
-TIE = 0.0005  # nats per token: a loss that is higher by less counts as equal, because rounding alone can change it
+TIE = 0.0005  # nats per token: a loss this close above another counts as equal, because rounding alone can change it
 # By default, glibc returns freed memory to the system. Reallocating it would take a third of nano's step time on a CPU.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 
@@ -56,7 +56,7 @@ def split(path, folder):
 
 
 def evaluate(model, batches):
-    """Return the mean loss of the batches, in nats per token, in float32 and without the compiled code."""
+    """Return the mean loss of the batches in nats per token, computed in float32 by the uncompiled model."""
     device, precision = next(model.parameters()).device, torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     with torch.no_grad():
@@ -66,10 +66,11 @@ def evaluate(model, batches):
 
 
 def train(module, max_lr, options):
-    """Run an imported script with these options. If max_lr is not None, it replaces the highest rate of its get_lr().
+    """Run an imported script with these options. If max_lr is not None, it replaces the peak rate in get_lr().
 
-    Returns a dict with the optimizer steps of the evaluations, their losses in nats per token, and "ms", the time of
-    each step without the evaluations. Raises ValueError if the script has no get_lr(), and what the script raises.
+    Returns a dict: "steps" are the optimizer steps after which the model was evaluated, "losses" are the held-out
+    losses in nats per token, and "ms" are the times of all steps without the evaluations. Raises ValueError if max_lr
+    is given but the script has no get_lr().
     """
     found, kept = {"steps": [], "losses": [], "ms": []}, {"at": time.perf_counter()}
     print_header, changes = module.print_header, {}
@@ -110,9 +111,9 @@ def name(run):
 
 
 def run(script, max_lr, seed, settings, cache):
-    """Train once in a new process. Returns the run as a dict, without losses if it diverges.
+    """Train once in a new process. Returns the run as a dict, without losses if training diverges.
 
-    Raises RuntimeError if the process fails. `cache` is the folder in which torch.compile caches its kernels.
+    Raises RuntimeError if the process fails.
     """
     words = ["-m", "measure.quality", "train", script, *(["--max-lr", max_lr] if max_lr else []), "--seed", seed]
     words += [word for name in ("model", "steps", "device") for word in (f"--{name}", settings[name])]
@@ -129,7 +130,7 @@ def run(script, max_lr, seed, settings, cache):
 
 
 def measure(data, out):
-    """Run what is missing in `data`, one seed after the other, and save each run."""
+    """Execute the runs that are missing in `data`, one seed after the other, and save each run."""
     settings = data["settings"]
     rows = list(itertools.product(settings["scripts"], settings["max_lr"]))
     plan = [(*row, seed) for seed in range(settings["seeds"]) for row in (reversed(rows) if seed % 2 else rows)]
@@ -151,7 +152,7 @@ def measure(data, out):
             print(f"{len(data['runs']) - len(done)}/{len(plan)}  {name(new)}: {said}", flush=True)
 
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(settings["jobs"]) as pool:
-        # Without threads, Ctrl-C stops the measurement at any time; with them, once all runs are queued.
+        # Without threads, Ctrl-C stops the measurement at any time. With threads, it takes effect once all are queued.
         list((pool.map if settings["jobs"] > 1 else map)(run_and_save, plan))
 
 
@@ -168,19 +169,18 @@ def steps_to(run, loss):
 
 
 def best(rows):
-    """Return the row with the lowest mean loss at the end."""
     return min(rows, key=lambda row: np.mean(row["losses"]))
 
 
 def compare(data):
     """Return a list of dicts, one per script and learning rate, in the order of the settings.
 
-    Each row has arrays with one value per seed: "times", the median step times in ms, and "losses", the losses at the
-    end. Both are infinite for runs that diverged. A row is compared with its "other" row: the rung before or, if there
-    are learning rates, the best row of the first script. "differences" are its losses minus those of the other row.
-    "steps" and "seconds" are what it needs to reach the losses of the other row, or infinity. "gain" is the speed-up:
-    the time of all steps of the other row, divided by "seconds". It is minus infinity if the loss is not reached.
-    Without another row, these arrays are empty.
+    Each row has arrays with one value per seed. "times" are the median step times in ms, and "losses" are the final
+    held-out losses. Both are infinite for runs that diverged. Each row is compared with its "other" row: the previous
+    rung or, if there are learning rates, the first script at its best rate. "differences" are the row's losses minus
+    the other row's losses. "steps" and "seconds" are what the row needs to reach the other row's losses, or infinity.
+    "gain" is the speed-up: the time of all steps of the other row, divided by "seconds". The gain is minus infinity if
+    the loss is not reached. Without another row, the arrays of the comparison are empty.
     """
     rows, last = [], data["settings"]["steps"]
     for script, max_lr in itertools.product(data["settings"]["scripts"], data["settings"]["max_lr"]):
@@ -205,7 +205,7 @@ def compare(data):
 
 
 def spread(values, form, never):
-    """Return the median of the values and their range, such as 78 (71–90). `never` replaces infinite values."""
+    """Return the median of the values and their range, such as 78 (71–90). `never` is the text for infinite values."""
     if not len(values):
         return ""
     values = np.median(values), min(values), max(values)
@@ -214,7 +214,7 @@ def spread(values, form, never):
 
 
 def cells(data):
-    """Return the table of rows as a list of dicts of heading -> cell."""
+    """Return the rows of compare() as a table."""
     table, last = [], data["settings"]["steps"]
     for row in compare(data):
         rate = {"rate": f"{row['max_lr']:g}"} if row["max_lr"] else {}
@@ -245,9 +245,10 @@ def conditions(data):
 
 
 def start(out, settings):
-    """Return the measurement in the file `out` to continue it, or a new one if the file does not exist.
+    """Return the measurement in the file `out`, or a new measurement if the file does not exist.
 
-    Raises ValueError if the file has other settings, or if the scripts, the device or PyTorch have changed since.
+    Raises ValueError if the file has different settings, or if the scripts, the device or PyTorch have changed since it
+    was written.
     """
     machine = ask("device", *(["--device", settings["device"]] if settings["device"] else []))
     data = {
@@ -262,7 +263,7 @@ def start(out, settings):
     }
     earlier = json.loads(out.read_text(encoding="utf-8")) if out.exists() else data
     if any(earlier.get(key) != data[key] for key in ("device", "torch", "source", "settings")):
-        raise ValueError(f"{out} has a different measurement: use another --out")
+        raise ValueError(f"{out} contains a different measurement: use another --out")
     return earlier
 
 
@@ -282,12 +283,12 @@ def main():
             parser.error(str(error))
     files = {"choices": scripts, "metavar": "SCRIPT"}
     parser.add_argument("--scripts", nargs="+", default=rungs, help="default: baseline.py to rung 10", **files)
-    parser.add_argument("--max-lr", nargs="+", type=float, default=[], help="learning rates for get_lr()")
+    parser.add_argument("--max-lr", nargs="+", type=float, default=[], help="peak learning rates for get_lr()")
     parser.add_argument("--model", default="nano", help="default nano")
     parser.add_argument("--steps", type=int, default=100, help="default 100")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds, default 5")
     parser.add_argument("--device", help="default: the accelerator that PyTorch finds, or cpu")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, default 1; more than 1 affects the times")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, default 1; more than 1 affects step times")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quality.json", help="default runs/quality.json")
     args = parser.parse_args()
     if min(args.steps, args.seeds, args.jobs, *(args.max_lr or [1])) <= 0:

@@ -2,7 +2,7 @@
 
 Each finished run of a script is one line of JSON in results/<device>-<date>/runs.jsonl, with these keys:
 
-    script      its path, or the name of a peer (a training loop around `transformers`), or "roof"
+    script      path of the script, name of a peer (a training loop around `transformers`), or "roof"
     kind        rung, branch, peer, roof (the peaks of the device), profile, or batch (rung 10 at another batch size)
     pass        1, 2, ... for rungs, branches and peers; otherwise null
     settings    model, batch_size, seq_len, steps, the precision that the device could use, compile_mode for a batch
@@ -11,12 +11,12 @@ Each finished run of a script is one line of JSON in results/<device>-<date>/run
     commit      the git commit, with a note if tracked files differed from it
     host        the hardware and the versions of the software
     gpu         load before the run; clock, power and temperature of a GPU before the run and in the middle of it
-    started     UTC
+    started     time in UTC
     step_ms, losses, peak_gib    as the script printed them; null for a roof and a profile
-    figures     of a roof and a profile; otherwise null
+    figures     results of a roof or a profile; otherwise null
     error       why the run failed, or null
 
-No key is computed from other keys. If a run appears twice, the later line counts.
+No key is computed from other keys. If a run appears twice, the later line is used.
 """
 
 import datetime
@@ -40,9 +40,9 @@ KEYS = set(
 )
 TEN = "speedup_10_fused_adamw.py"
 PEERS = {"transformers, compiled": ("compiled", "bf16"), "transformers.Trainer": ("trainer", "bf16")}
-# Scripts run without these environment variables, which some containers and job schedulers set. The variables can
-# change a script's precision, disable the compiler, store compiled kernels in a folder that run.py does not manage, or
-# make ddp_run.py wait for other ranks.
+# These environment variables, which some containers and job schedulers set, are removed before a script runs. They can
+# change the script's precision, disable the compiler, move compiled kernels to a folder that run.py does not manage,
+# or make ddp_run.py wait for other ranks.
 OVERRIDES = """NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE
     TRITON_CACHE_DIR RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT""".split()
 STEP = re.compile(r"^step +(\d+) \| loss (\d+\.\d+) \|.* dt +(\d+\.\d+) ms \| +[\d,]+ tok/s\b", re.MULTILINE)
@@ -85,7 +85,7 @@ def median_ms(run):
 def precision_used(wanted, said):
     """Return the precision that a script used.
 
-    `wanted` is its precision in ladder.toml. `said` is its output, which reports each unsupported precision.
+    `wanted` is its precision in ladder.toml. `said` is its output, which mentions each unsupported precision.
     """
     if wanted == "bf16" and "no bf16 here" in said:
         wanted = "tf32"
@@ -140,7 +140,7 @@ def read(path):
 
 
 def append(path, line):
-    """Append a run to a runs.jsonl. First remove an incomplete last line, left by a killed process."""
+    """Append a run to a runs.jsonl, after removing an incomplete last line that a killed process left."""
     with open(path, "ab+") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
@@ -150,7 +150,7 @@ def append(path, line):
 
 
 def key(line):
-    """Return a tuple that identifies a run within its measurement. If two lines have the same key, the later counts."""
+    """Return a tuple that identifies a run within its measurement."""
     settings = {name: value for name, value in line["settings"].items() if name != "precision"}
     return line["script"], line["kind"], line["pass"], json.dumps(settings, sort_keys=True)
 
@@ -172,16 +172,16 @@ def flops_per_token(config, seq_len):
 
     Each parameter in a matmul needs 6 FLOPs: 2 in the forward pass and 4 in the backward pass (Kaplan et al. 2020).
     With hidden size C and vocabulary size V, each layer has 12 C^2 such parameters, and the head has V * C. With L
-    layers and sequence length T, attention's two matmuls with T x T scores add 12 * L * C * T FLOPs, including the
-    masked half. Embedding lookups are not counted. The sum also excludes work that only some implementations do, namely
-    the rows that pad the vocabulary and the scores that flash attention recomputes.
+    layers and sequence length T, the two attention matmuls with T x T scores add 12 * L * C * T FLOPs, including the
+    masked half. The sum excludes embedding lookups and work that only some implementations do: the rows that pad the
+    vocabulary, and the scores that flash attention recomputes.
     """
     L, C = config.n_layer, config.n_embd
     return 6 * (12 * L * C * C + config.vocab_size * C) + 12 * L * C * seq_len
 
 
 def peaks(figures):
-    """Return {precision: the highest TFLOP/s of its matmuls}, given the figures of a roof."""
+    """Return {precision: the highest TFLOP/s of its matmuls}, given the results of measure.roof."""
     found = {}
     for row in figures["matmul"]:
         if row["tflops"]:
@@ -197,11 +197,10 @@ class Measurement:
     """A measurement: the lines of a runs.jsonl, and the values that the tables and plots show.
 
     `rows` maps each script to a dict with its successful runs and the values computed from them: median_ms,
-    quartiles_ms, tokens_per_s, tflops, peak_share (of the measured peak of its precision), over_baseline and
-    over_before (the median, lowest and highest ratio of two runs in one pass on one host), peak_gib, first_step_s (with
-    the compilation), profile and error. Unknown values are None. `batches` lists similar dicts for rung 10 at other
-    batch sizes. `roof` contains the output of measure.roof. `whole` is True if every rung from baseline.py to rung 10
-    has a successful run.
+    quartiles_ms, tokens_per_s, tflops, peak_share (of the measured peak at its precision), over_baseline and
+    over_before (see ratio()), peak_gib, first_step_s (including compilation), profile and error. Unknown values are
+    None. `batches` lists similar dicts for rung 10 at other batch sizes. `roof` contains the output of measure.roof.
+    `whole` is True if every rung from baseline.py to rung 10 has a successful run.
     """
 
     def __init__(self, name, lines):
@@ -232,7 +231,7 @@ class Measurement:
     def row(self, script, step_times):
         runs = [run for run in self.runs if run["script"] == script]
         done, failed = [run for run in runs if not run["error"]], [run for run in runs if run["error"]]
-        alone = script.removesuffix(" under torchrun")  # a row of older measurements
+        alone = script.removesuffix(" under torchrun")  # a suffix in older measurements
         before = self.before.get(script, alone if alone in self.before else TEN)
         row = {"script": script, "kind": runs[0]["kind"], "before": before, "runs": done}
         row |= {"error": failed[-1]["error"] if failed else None, "profile": self.profile(script)}
@@ -286,9 +285,10 @@ class Measurement:
 
 
 def ratio(step_times, other, script):
-    """Return the median, lowest and highest quotient of two scripts' median step times within a pass on one host.
+    """Return the median, lowest and highest speed-up of `script` over `other` as a dict.
 
-    `step_times` has a row per pass and host. Without a pass that ran both, the result is None.
+    Each speed-up is the ratio of the two median step times in the same pass on the same host. `step_times` has a row
+    per pass and host. If no pass ran both scripts, the result is None.
     """
     if other not in step_times:
         return None
@@ -314,7 +314,7 @@ def load(folder):
 
 
 def number(value, form, after=""):
-    """Format a number, for example with ",.1f", and append `after`. Return an empty string for None."""
+    """Format a number, for example with ",.1f", and append `after`."""
     return "" if value is None else format(value, form) + after
 
 
@@ -333,7 +333,7 @@ def step(row):
 
 
 def cells(data):
-    """Return the table of scripts as a list of rows, each a dict of heading -> cell."""
+    """Return the table of scripts. A table is a list of dicts {heading: cell}."""
     table, reserved = [], any((row["profile"] or {}).get("reserved_gib") for row in data.rows.values())
     for row in data.rows.values():
         done, profile = row["median_ms"] is not None, row["profile"] or {}
@@ -358,7 +358,7 @@ def cells(data):
 
 
 def batch_cells(data):
-    """Return the table of batch sizes and compile modes in the format of cells(). The table may be empty."""
+    """Return the table of batch sizes and compile modes."""
     return [
         {
             "rung 10": f"B {row['batch_size']}",
@@ -377,7 +377,7 @@ def conditions(data):
     host, s, runs = data.host, data.settings, data.runs
     memory = f"{host['device_memory_gib'] or 'unknown'} GiB"
     driver = f", driver {host['driver']}, CUDA {host['cuda']}, cuDNN {host['cudnn']}" if host["cuda"] else ""
-    vectors = f", {host['capability']}" if host["capability"] not in (None, "DEFAULT") else ""  # AVX2, AVX512 ...
+    vectors = f", {host['capability']}" if host["capability"] not in (None, "DEFAULT") else ""  # such as AVX2 or AVX512
     name = f"CPU: {host['name']}{vectors}, {host['cores']} cores" if data.cpu else f"{host['name']}, {memory}{driver}"
     versions = f"torch {host['torch']}, Python {host['python']}, {host['system']}, {host['memory_gib']} GiB of memory"
     passes = [len(row["runs"]) for row in data.rows.values() if row["kind"] != "peer"] or [0]
@@ -418,7 +418,7 @@ def conditions(data):
 
 
 def text(rows):
-    """Return a table, a list of dicts of heading -> cell, as text for a terminal."""
+    """Return a table as text for a terminal."""
     return pd.DataFrame(rows).to_string(index=False) if rows else ""
 
 

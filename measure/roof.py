@@ -1,12 +1,12 @@
 """Measure the peak speed of this device:  python -m measure.roof --model gpt2 --batch-size 4
 
-This program prints JSON with the TFLOP/s of matmuls and the GB/s of a copy. The matmuls use each precision that the
-device supports, the shapes of GPT-2's linear layers, and one large square shape. The GB/s figure of the copy includes
-both the bytes read and the bytes written. All inputs are random, because a kernel can run faster on zeros.
+This program prints the TFLOP/s of matmuls and the GB/s of a memory copy as JSON. It times matmuls in each precision
+that the device supports, with the shapes of GPT-2's linear layers and one large square shape. For the copy, both the
+bytes read and the bytes written are counted. All inputs are random, because a kernel can run faster on zeros.
 
-In each round, torch.utils.benchmark measures the median time of a call, and the device is synchronized before each
-clock reading. The result is the best of three rounds, because interference lowers the speed. On a GPU, the program
-first runs matmuls for 10 seconds, because a cold GPU runs at a higher clock than it can sustain during training.
+In each round, torch.utils.benchmark measures the median time of a call, and the device is synchronized before the time
+is read. The result is the best of three rounds, because interference lowers the speed. On a GPU, the program first runs
+matmuls for 10 seconds, because a cold GPU runs at a higher clock than it can sustain during training.
 """
 
 import argparse
@@ -52,7 +52,10 @@ def warm_up(device, seconds=10):
 
 
 def multiply(precision, shape, device):
-    """Return the TFLOP/s of one matmul. Raises RuntimeError, AttributeError or ValueError if it is not supported."""
+    """Return the TFLOP/s of one matmul.
+
+    Raises RuntimeError, AttributeError or ValueError if the matmul is unsupported.
+    """
     m, k, n = shape
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     if precision == "tf32":

@@ -1,19 +1,19 @@
 """Measure the whole ladder on this machine:  python -m measure.run   (make ladder)
 
-This program runs each script in its own process, as a user would, and parses the lines that the script prints. A
-pass runs each script once, with the same model, batch size B and sequence length T. The training loops around
-`transformers` (--peers) run next to rung 10. Each finished run becomes a line of runs.jsonl in
-results/<device>-<date>/. A profile (--profile) also writes the kernels of one step to kernels.json there. At the end,
-the program prints the tables and draws the plots.
+This program runs each script in a separate process and parses the lines that the script prints. In a pass, each script
+runs once, with the same model, batch size B and sequence length T. With --peers, training loops around `transformers`
+run right after rung 10. Each finished run is logged as a line of runs.jsonl in results/<device>-<date>/. With
+--profile, the kernels of one step of each script are also written to kernels.json in that folder. At the end, the
+program prints the tables and draws the plots.
 
---repeat R makes R passes over the ladder. Every second pass runs in reverse order (A B C, C B A, A B C ...), to reduce
+--repeat R makes R passes over the ladder. Every second pass runs in reverse order (A B C, C B A, A B C ...) to reduce
 the effect of drift in the machine's speed. A speed-up is the ratio of two step times in the same pass. For each script,
-the table shows the median of these speed-ups. The most important results are measured first: the device's peak, one
-pass over the ladder, the profile, the batch sizes, and further passes.
+the table shows the median of these speed-ups. The most important measurements come first: the device's peak, one pass
+over the ladder, the profile, the batch sizes, and the other passes.
 
-If Ctrl-C, a crash or --budget ends a measurement early, all completed runs are kept. To continue, run the command
-again within a day, or name the folder with --out. It then skips the runs that are in the log and retries those that
-failed. You can also add options, for example --peers or more passes.
+If Ctrl-C, a crash or --budget ends a measurement early, all completed runs are kept. To continue, run the command again
+within a day, or name the folder with --out. The program then skips the successful runs in the log and retries the
+failed runs. You can also add options, such as --peers or more passes.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from dev.ladder import ROOT, read_ladder
 from measure import device, plots, records, timeline
 from measure.records import OVERRIDES, PEERS, TEN
 
-# kernels.py counts optimizer updates: 4 before the profiler starts, 1 for its warm-up, and 3 profiled. The 4 spare
-# steps make up for the updates that fp16 skips.
+# kernels.py needs 8 optimizer updates: 4 before the profiler starts, 1 for its warm-up, and 3 that are profiled. The
+# other 4 steps make up for updates that fp16 skips.
 PROFILED_STEPS = 12
 BATCHES = list(itertools.product((1, 4, 16, 64), ("default", "reduce-overhead")))
-SAME_HOST = ("id", "device", "name", "capability", "torch", "cuda", "threads")  # must not change in a measurement
+SAME_HOST = ("id", "device", "name", "capability", "torch", "cuda", "threads")  # must not change within a measurement
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # Ctrl-C, shutdown, end of the budget
 
 
@@ -71,7 +71,7 @@ def execute(words, cache, on_step=lambda: None):
 
 
 def ask(module, *words):
-    """Run a module of measure/ in a process of its own and return the JSON that it prints.
+    """Run a module of measure/ in a separate process and return the JSON that it prints.
 
     Raises ValueError if the module rejects its options, and RuntimeError if it fails for another reason.
     """
@@ -86,8 +86,8 @@ def ask(module, *words):
 def scripts(peers=False, branches=False, only=()):
     """Return the scripts to measure as a list of (name, kind, precision), with the peers right after rung 10.
 
-    `only` contains short names (01 ... 10, ddp, fsdp, bf16). If it is not empty, these scripts and the scripts that
-    they are compared with replace the full list of rungs. Raises ValueError for an unknown name.
+    `only` contains short names (01 ... 10, ddp, fsdp, bf16). If `only` is not empty, the list contains these scripts
+    and the scripts that they are compared with, instead of all rungs. Raises ValueError for an unknown name.
     """
     ladder = {rung.number: rung for rung in read_ladder() if rung.part in ("rung", "branch")}
     if unknown := set(only) - ladder.keys():
@@ -104,7 +104,7 @@ def scripts(peers=False, branches=False, only=()):
 
 
 def command(script, flags):
-    """Return the arguments for Python that run a script or a peer with these options."""
+    """Return the arguments with which Python runs a script or a peer with these options."""
     words = ["-m", "measure.peers", PEERS[script][0]] if script in PEERS else [script]
     if script in {rung.file for rung in read_ladder() if rung.kind == "scale"}:
         # One micro-batch per optimizer step, as in the other scripts.
@@ -140,9 +140,9 @@ def plan(args):
 
 
 def execute_run(run, args, gpu, cache, on_step):
-    """Execute a run of the plan, and return the keys of its line that come from executing it.
+    """Execute a run of the plan, and return the keys of its log line that depend on the execution.
 
-    Among them are the settings, with the precision that the device could use.
+    These include the settings, with the precision that the device could use.
     """
     settings, before = run["settings"], device.reading(gpu) | {"load": device.load(gpu)}
     line, middle, steps = {"gpu": {"before": before, "middle": None}, "started": records.now()}, [], settings["steps"]
@@ -170,13 +170,13 @@ def execute_run(run, args, gpu, cache, on_step):
                 found = [said for said in text.splitlines() if said.startswith('{"groups_ms"')]
                 line["figures"] = json.loads(found[-1])
             line["error"] = parsed["error"]
-    except (RuntimeError, ValueError) as error:  # the other runs do not depend on this one
+    except (RuntimeError, ValueError) as error:  # the other runs do not depend on this run
         line["error"] = str(error)
     return line
 
 
 def one_line(line):
-    """Describe a line in a few words for the terminal."""
+    """Return a short description of a log line for the terminal."""
     load, name = line["gpu"]["before"]["load"], f"{line['kind']}  {line['script']}"
     s, figures = line["settings"], line["figures"]
     if line["kind"] == "batch":
@@ -193,11 +193,11 @@ def one_line(line):
 
 
 def difference(lines, todo, host):
-    """Describe the first difference of an earlier measurement: its machine, software, settings or scripts.
+    """Describe the first difference between an earlier measurement and the planned measurement.
 
-    Return an empty string if there is none.
+    Without a difference, return an empty string.
     """
-    settings = todo[0]["settings"]  # of the roof: the settings that all runs share
+    settings = todo[0]["settings"]  # the settings of the roof, which all runs share
     sources = {(run["script"], run["kind"]): run["source"] for run in todo}
     for line in lines:
         if key := next((key for key in SAME_HOST if line["host"].get(key) != host[key]), None):
@@ -239,22 +239,21 @@ def runs_left(todo, lines):
 
 
 def fail_if_all_failed(lines):
-    """Raise RuntimeError if every script in these lines failed."""
     ran = [line for line in lines if line["pass"]]
     if ran and all(line["error"] for line in ran):
         raise RuntimeError("every script failed")
 
 
 def run_missing(todo, lines, folder, args, about, gpu):
-    """Execute the runs that `lines` lacks, and append the line of each to the log and to `lines`.
+    """Execute the runs that are missing in `lines`, and append the line of each run to the log and to `lines`.
 
-    `about` has the keys of a line that are the same for all runs. Raises OSError if the log cannot be written, and
+    `about` contains the keys that are the same in all lines. Raises OSError if the log cannot be written, and
     RuntimeError if every script fails.
     """
     left, bar = runs_left(todo, lines), (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     earlier = len(lines)
     with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches,  # of compiled kernels, one for each script
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches,  # a folder of compiled kernels per script
         Progress(*bar, transient=True) as progress,
     ):
         task = progress.add_task("")
@@ -292,7 +291,7 @@ def arguments():
         nargs="+",
         default=[],
         metavar="NN",
-        help="only these scripts (such as 05 06 muon), and the script that each is compared with",
+        help="only these scripts (such as 05 06 muon), and the scripts that they are compared with",
     )
     parser.add_argument("--peers", action="store_true", help="also measure loops built on transformers")
     parser.add_argument("--branches", action="store_true", help="also measure the scripts in branches/")
@@ -328,7 +327,7 @@ def fill_defaults(args, host):
 
 
 def report(folder, todo, lines):
-    """Print the tables, and how many runs are left, and draw the plots."""
+    """Print the tables and the number of runs left, and draw the plots."""
     if lines:
         data = records.load(folder)
         print(f"\n{records.summary(data)}")

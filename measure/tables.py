@@ -4,14 +4,14 @@
     python -m measure.tables results/FOLDER                 prints its tables (make compare)
     python -m measure.tables results/FOLDER results/FOLDER  compares the two (make compare)
 
-The pages contain calls of part(), counts_of(), measured() and pretrained() in comments. cog, which `make figures` runs,
-writes the returned Markdown below each call. It comes from ladder.toml, the scripts and results/. The pages show the
-latest measurement of each device and model, GPUs first. Measurements of only some scripts appear only in
-docs/pages/results.md and on the pages of these scripts. --plots also deletes other SVG files in docs/pages/img/.
+The pages contain calls of part(), counts_of(), measured() and pretrained() in comments. `make figures` runs cog, which
+writes the Markdown that each call returns below the call. The Markdown is computed from ladder.toml, the scripts and
+results/. The pages show the latest measurement of each device and model, GPUs first. A measurement of only some scripts
+appears only in docs/pages/results.md and on the pages of these scripts. --plots also deletes all other SVG files in
+docs/pages/img/.
 
-With two folders, the table contains the scripts that were measured in both. It shows their median step times with
-quartiles, how many times as fast the second measurement is, and whether the quartiles overlap. If they overlap, the
-difference may be noise.
+With two folders, the table compares the scripts that were measured in both. If the ranges between the quartiles
+overlap, the difference may be noise.
 """
 
 import argparse
@@ -45,8 +45,9 @@ def recorded():
 def newest(partial=False):
     """Return {folder name: Measurement} with the latest measurement of each device and model.
 
-    By default, only measurements of all rungs from baseline.py to rung 10 count. With `partial`, only the others count.
-    GPT-2 on GPUs comes first, then other models on GPUs, then CPUs. In each group, the latest measurement comes first.
+    By default, only measurements of all rungs from baseline.py to rung 10 are used. With `partial`, only the others are
+    used. GPT-2 on GPUs comes first, then other models on GPUs, then CPUs. In each group, the latest measurement comes
+    first.
     """
     found, shown = [], {}
     for data in recorded():
@@ -59,7 +60,7 @@ def newest(partial=False):
 
 
 def table(rows, code=False):
-    """Return a Markdown table of rows, each a dict of heading -> cell. Columns of numbers are right-aligned.
+    """Return a Markdown table of rows, each a dict {heading: cell}. Columns of numbers are right-aligned.
 
     With `code`, the first column is shown as code, and all others are right-aligned.
     """
@@ -85,7 +86,7 @@ def two_sizes(alt, folder, name):
 
 
 def picture(measured, folder):
-    """Return the picture of the front pages, with what the ladder gains. See two_sizes() for `folder`."""
+    """Return the picture of the front pages, and text about the speed-up."""
     data = measured[0]
     base, ten, s = data.rows["baseline.py"], data.rows[TEN], data.settings
     gib = [row["peak_gib"] for row in (base, ten) if row["peak_gib"]]
@@ -111,7 +112,7 @@ def gain(row):
 
 
 def fastest(data):
-    """Return sentences with our highest speed of rung 10 on a GPU and the highest public one, or an empty string."""
+    """Return sentences with our highest speed of rung 10 on a GPU and the highest public speed, or ""."""
     name, public = data.host["name"], read_toml("results/public.toml")["speed"]
     ours = [row for one in recorded() if one.host["name"] == name for row in one.batches if row["tokens_per_s"]]
     public = [one for one in public if one.get("plain", True) and name.endswith(one["card"])]
@@ -145,7 +146,7 @@ def ladder(data):
 
 
 def speeds(published, steps):
-    """Return the table of public speeds. MFU is the fraction of the data sheet's peak."""
+    """Return the table of public speeds. MFU (model FLOPs utilization) is the fraction of the data sheet's peak."""
     flops = counts.totals(steps["baseline.py"])[0] / (4 * 1024)  # per token, including masked scores
     peaks, rows = read_toml("measure/cards.toml"), []
     for one in published:
@@ -177,7 +178,7 @@ def ours(measured):
 
 
 def results(measured):
-    """Return the results section of docs/pages/results.md. Only the first result has plots."""
+    """Return the results section of docs/pages/results.md."""
     said = []
     for place, (name, data) in enumerate(measured.items()):
         first, *others = conditions(data)
@@ -216,7 +217,7 @@ def counted(found):
 
 
 def floors(steps):
-    """Return the table of floors (lower bounds on the step time) in ms, with a row per script and a column per card."""
+    """Return the table of floors in ms, with a row per script and a column per card."""
     cards = {name: counts.Card.read(name) for name in read_toml("measure/cards.toml")}
     return [
         {"floor, ms": title(script)} | {name: f"{card.floor_ms(step)[0]:.1f}" for name, card in cards.items()}
@@ -227,8 +228,7 @@ def floors(steps):
 def beside(measured, logs, found):
     """Return, for each log, its table of step times and floors.
 
-    Public logs come first, followed by our measurements on GPUs. The floors for our GPUs use their measured peaks. Logs
-    whose URL is not known are left out.
+    The floors for our GPUs use their measured peaks. Logs whose URL is not known are left out.
     """
     logs, said = [(log, counts.Card.read(log["card"])) for log in logs if log["url"]], []
     for data in measured.values():
@@ -242,7 +242,7 @@ def beside(measured, logs, found):
     for log, card in logs:
         rows = counts.beside(log["ms"], found["gpt2", log["batch_size"], log["seq_len"]], card)
         for row in rows:
-            if "gains" in log:  # of our measurements: ratios within a pass
+            if "gains" in log:  # our measurements have ratios within a pass
                 row["measured, × previous"] = log["gains"][row["script"]]
             row["script"] = title(row["script"])
         source = f" ([source]({log['url']}))" if "url" in log else ""
@@ -253,7 +253,7 @@ def beside(measured, logs, found):
 def beyond(data):
     """Return the counts, floors, predictions and step times of the side rungs beyond rung 10 as a table.
 
-    The floors are for the measured peaks of `data`. Each cell has a value for each batch size, or is empty.
+    The floors use the measured peaks of `data`. A cell with values has one value per batch size.
     """
     card, found, lines = counts.Card(data.peaks, data.roof["copy_gb_per_s"]), counts.read_counts(BEYOND), []
     sizes = [size for size in found if size != COUNTED]
@@ -334,7 +334,6 @@ def fit():
 
 
 def saved(name):
-    """Return a measurement in results/ that quality.py made."""
     return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -342,7 +341,7 @@ def saved(name):
 def profiled():
     """Return (measurement, {script: step}) for the first measurement with the kernels of baseline.py to rung 10.
 
-    See kernels.median_step() for a step. Without such a measurement, return (None, {}).
+    See kernels.median_step() for the format of a step. Without such a measurement, return (None, {}).
     """
     rungs = [rung.file for rung in read_ladder() if rung.part == "rung"]
     for name, data in measurements().items():
@@ -353,7 +352,7 @@ def profiled():
 
 
 def kernels(name):
-    """Return a picture of timeline.py as Markdown, with the measurement that it shows. `name` is steps or layer."""
+    """Return Markdown with a picture from timeline.py and a line about its measurement. `name` is steps or layer."""
     data, steps = profiled()
     if not data or (name == "layer" and not timeline.compared(data, steps)):
         return "We have not profiled all rungs yet."
@@ -363,7 +362,7 @@ def kernels(name):
 
 
 def learned(name):
-    """Return a measurement that quality.py made as Markdown, without the columns of time if it has no plot."""
+    """Return a measurement of quality.py as Markdown. The measurement without a plot gets no columns of time."""
     data = saved(name)
     line, about = quality.conditions(data)
     command, _, date = line.rpartition(", ")
@@ -386,7 +385,7 @@ def measurements():
 
 
 def counts_of(number):
-    """Return a table of a rung's counts beside the previous rung's, without groups of kernels that hardly differ."""
+    """Return a table of the counts of a rung and the previous rung, without groups of kernels that hardly differ."""
     rung, steps, rows = find(number), counts.read_counts()[COUNTED] | counts.read_counts(BEYOND)[COUNTED], []
     names = [script for script in (rung.before, rung.file) if script]
     per = "B {1}, T {2}".format(*COUNTED)
@@ -412,9 +411,9 @@ def counts_of(number):
 
 
 def measured(number):
-    """Return a rung's measurements, each beside the previous rung's, and the predictions for them.
+    """Return the measurements of a rung and the previous rung, and the predictions for the rung.
 
-    A measurement of only some scripts appears if no other one for its device and model has the rung.
+    A measurement of only some scripts appears if no other measurement for its device and model has the rung.
     """
     rung, rows, said = find(number), {}, []
     for data in measurements().values():
@@ -528,7 +527,7 @@ def part(name):
 
 
 def draw_plots():
-    """Draw the plots of the pages into docs/pages/img/, and delete other SVG files there."""
+    """Draw the plots of the pages."""
     data, found = next(iter(measurements().values())), counts.read_counts()
     if not (steps := found.get(tuple(data.settings[key] for key in ("model", "batch_size", "seq_len")))):
         raise ValueError(f"results/counts.json has no counts for the settings of results/{data.name}: run make counts")
@@ -546,9 +545,9 @@ def draw_plots():
 
 
 def compare(first, second):
-    """Return a table of the scripts in both measurements: a list of rows, each a dict of heading -> cell.
+    """Return a table of the scripts in both measurements.
 
-    Raises ValueError if the measurements differ in what they measured.
+    Raises ValueError if the measurements differ in device, model, batch size or sequence length.
     """
     mine, its = ({"device": one.host["device"]} | one.settings for one in (first, second))
     if differ := [key for key in ("device", "model", "batch_size", "seq_len") if mine[key] != its[key]]:

@@ -1,13 +1,13 @@
 """Show the kernels of one training step:  python -m measure.timeline speedup_06_flash_attn.py   (make timeline)
 
-`make ladder ARGS=--profile` writes the kernels of one step of each script to kernels.json, next to the log. From this
-file, the program draws the step of one script. It also prints the 20 kernels that take the most time, beside the FLOPs
-and bytes that measure/counts.py counts for them. Calls of the same kernel with the same counts share a row. The floor
-of a kernel is the longer of two times, FLOPs / peak and bytes / bandwidth, at the measured peaks of the device. A
-kernel far above its floor could become faster. By default, the program reads the latest measurement that has the
-script.
+`make ladder ARGS=--profile` writes the kernels of one step of each script to kernels.json, next to the log. This
+program reads the file and draws the step of one script. It also prints a table of the 20 kernels that take the most
+time, with the FLOPs and bytes that measure/counts.py counts for each kernel. Calls of the same kernel with the same
+counts share a row. The floor of a kernel, an estimated lower bound on its time (see measure/counts.py), uses the
+measured peaks of the device. A kernel that takes much longer than its floor could become faster. By default, the
+program reads the latest measurement of the script.
 
-A cell is empty if the counts and the profile contain the kernel a different number of times.
+If a kernel does not occur equally often in the counts and in the profile, its cells for counts and floor are empty.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from measure.kernels import grouped
 from measure.records import TEN
 
 LAYER = "speedup_04_residual_init.py", TEN  # the scripts whose layers are compared
-FIVE = "speedup_05_compile.py"  # from here on, a step is much shorter and gets its own scale
-KINDS = [*plots.GROUPS]  # the last one is idle
+FIVE = "speedup_05_compile.py"  # from this rung on, steps are much shorter and are drawn on a second scale
+KINDS = [*plots.GROUPS]  # the last group is "idle"
 LABELS = {"softmax and loss": "loss", "normalization and element-wise": "element-wise", "idle": "no kernel runs"}
 
 # ---- the file
@@ -62,8 +62,8 @@ def write(folder, script, step):
 def calls(step):
     """Return the calls of a step in order: a list of (name, group, end, duration), in microseconds.
 
-    A call is all the kernels that one call of an operation launched. It has the name and group of the longest kernel,
-    the end of the last one, and the sum of their durations.
+    One call of an operation can launch several kernels. The call then gets the name and group of the longest kernel,
+    the end of the last kernel, and the sum of the durations.
     """
     found, latest = [], {}  # a call is a list of (duration, name, group, end); `latest` maps an operation to its call
     for at, long, place in step["kernels"]:
@@ -83,8 +83,8 @@ def calls(step):
 def parts(step, start, end, count):
     """Divide the time from start to end, in microseconds, into `count` equal parts and return the group of each.
 
-    Each part shows the group with the most time that has not been shown yet. So kernels that are shorter than a part
-    are merged, but each group keeps its share. If two kernels overlap, the one that started first counts until it ends.
+    Each part shows the group that has the most time not yet shown. Kernels that are shorter than a part are thus
+    merged, but each group keeps its share. While two kernels overlap, only the kernel that started first is counted.
     """
     edges, reached = np.linspace(start, end, count + 1), start
     time = np.zeros((len(KINDS), count))
@@ -104,8 +104,8 @@ def parts(step, start, end, count):
 def strip(axes, step, start, end, at, count, thickness, across=False):
     """Draw the step from start to end, in microseconds, as a strip on an axis in milliseconds.
 
-    `at` is its place on the other axis. `thickness` is in points. With `across`, time runs along the y-axis. Returns
-    the runs of equal parts as a list of (group, first ms, last ms).
+    `at` is the position of the strip on the other axis. `thickness` is in points. With `across`, time runs along the
+    y-axis. Returns a list of (group, first ms, last ms), with one item per run of parts of the same group.
     """
     found, edges = parts(step, start, end, count), np.linspace(start, end, count + 1) / 1000
     changes = [0, *(place for place in range(1, count) if found[place] != found[place - 1]), count]
@@ -126,10 +126,7 @@ def legend(figure, columns):
 
 
 def ladder(steps, data, wide=True):
-    """Draw a step of each script as a strip: the uncompiled scripts on one axis, the others enlarged on a second one.
-
-    `steps` maps scripts to steps. The picture is for a wide or a narrow screen.
-    """
+    """Draw a step of each script as a strip: the uncompiled scripts on one axis, the others enlarged on a second."""
     order = [rung.file for rung in read_ladder() if rung.file in steps]
     early = order[: order.index(FIVE)] if FIVE in order else order
     panels = [names for names in (early, order[len(early) :]) if names]
@@ -156,12 +153,12 @@ def ladder(steps, data, wide=True):
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
     axes.set_xlabel("milliseconds of a profiled step")
-    if len(panels) == 2:  # show which part of the first axis the second one enlarges
+    if len(panels) == 2:  # show which part of the first axis is enlarged on the second axis
         for share, x in (0, 0), (1, limit):
             ends = (x, len(early) - 0.45), (share, 1), "data", "axes fraction"
             line = ConnectionPatch(*ends, axesA=grid[0], axesB=grid[1], color=plots.INK, linestyle=":", linewidth=0.8)
             figure.add_artist(line)
-        grid[0].xaxis.tick_top()  # leaves the space between the panels to these lines
+        grid[0].xaxis.tick_top()  # keeps the space between the panels free for these lines
         grid[0].spines["bottom"].set_visible(False)
         grid[0].axvspan(0, limit, color=plots.INK, alpha=0.07, linewidth=0)
     legend(figure, 7 if wide else 2)
@@ -169,7 +166,7 @@ def ladder(steps, data, wide=True):
 
 
 def plain(name):
-    """Return the name of a kernel as it appears in a picture or a table, without the parts that say little."""
+    """Return the name of a kernel as it appears in a picture or a table, without uninformative parts."""
     name, fused = re.subn(r"^(graph_\d+_cpp|triton_[a-z]+)_fused_|_\d+$", "", name)
     if fused > 1:
         name = re.sub(r"(?<![a-z])(_to_copy|_unsafe_view|view|select|slice|arange|expand|native)(_|$)", "", name)
@@ -178,7 +175,7 @@ def plain(name):
 
 
 def column(axes, step, start, end, span, wide=True):
-    """Draw the kernels from start to end, in microseconds, from top to bottom, and name the longest.
+    """Draw the kernels from start to end, in microseconds, from top to bottom, and label the longest ones.
 
     `span` is the length of the axis in milliseconds.
     """
@@ -207,9 +204,9 @@ def column(axes, step, start, end, span, wide=True):
 def layer_times(step, layers):
     """Return ((start, end) of the forward pass, (start, end) of the backward pass) of one layer, in microseconds.
 
-    It is the layer of median length, without considering the first. A layer has four matmuls in the forward pass and
-    eight in the backward pass, and the head has one and two. A pass starts at the end of the last matmul before the
-    layer, and ends with the layer's last matmul. Returns None if the step has a different number of matmuls.
+    The layer is the one of median length among all layers but the first. A layer has four matmuls in the forward pass
+    and eight in the backward pass; the head has one and two. A pass lasts from the end of the last matmul before the
+    layer to the end of the layer's last matmul. Returns None if the step has a different number of matmuls.
     """
     ends = [end for _, kind, end, _ in calls(step) if kind == "matmul"]
     if len(ends) != 12 * layers + 3:
@@ -254,7 +251,7 @@ def whole(step, script, data, columns=4):
 
 
 def compared(data, steps):
-    """Return {script: step} for the two scripts of which layer() compares a layer, or {} if it cannot."""
+    """Return {script: step} for the two scripts that layer() compares, or {} if it cannot compare them."""
     both = {script: steps[script] for script in LAYER if script in steps}
     found = [layer_times(step, MODELS[data.settings["model"]].n_layer) for step in both.values()]
     return both if len(found) == 2 and all(found) else {}
@@ -273,22 +270,21 @@ def pictures(data, steps):
 
 
 def key(name):
-    """Return what the names of the same kernel in a profile and in the counts have in common."""
+    """Return the part of a kernel's name that is the same in a profile and in the counts."""
     if fused := re.search(r"fused_.*(?=_\d+$)", name):
         return fused[0]
     if "HtoD" in name:  # the batch, which the counts create on the device
         return name
     name = name.removeprefix("aten::").split()[0]
-    if "attention" in name:  # the device chooses between several kernels
+    if "attention" in name:  # the kernel depends on the device
         return "attention backward" if "backward" in name else "attention"
-    return name.rstrip("_")  # the counts may have the out-of-place operation, which moves as many bytes
+    return name.rstrip("_")  # the counts may contain the out-of-place operation, which moves the same number of bytes
 
 
 def slowest(step, counted, card=None):
-    """Return the table of the kernels that take the most time as a list of rows, each a dict of heading -> cell.
+    """Return the table of the kernels that take the most time.
 
-    `counted` is a list of counts.Kernel in order, and `card` a counts.Card. Kernels are matched by
-    name and order.
+    The kernels of the profile and of `counted` are matched by name and order.
     """
     mine, its, rows = {}, {}, {}
     for call in calls(step):
