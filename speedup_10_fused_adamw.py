@@ -1,7 +1,7 @@
 """Rung 10, fused AdamW (speed): one pass over memory updates every weight.
 
-By default, AdamW on a GPU runs one kernel per operation of its formula: 20 memory accesses per weight. The fused kernel
-needs only 7, because it reads and writes each value once: 3.5 GB instead of 10 GB in an update of 124M float32 weights.
+By default, AdamW on a GPU runs separate kernels for the operations of its formula, with 20 memory accesses per weight.
+The fused kernel needs only 7. An update of 124M float32 weights then moves 3.5 GB instead of 10 GB.
 On an H200 at B 16, a step took 37.0 ms before this change and 34.9 ms after it (it then also added parameter groups).
 
 When it does not help: with a large batch, the optimizer takes only a small fraction of the step time.

@@ -191,8 +191,8 @@ def run_fake(script, flags, mode, patches, cuda=True, environment=None):
     """Run `script` on fake tensors, with the options in the dict `flags` and under the dispatch mode `mode`.
 
     `script` may include arguments, separated by spaces. `patches` maps full names, such as torch.nn.Module.compile, to
-    replacements. `environment` contains additional environment variables. The script runs on the CPU but follows
-    PyTorch's rules for CUDA, or for the CPU if `cuda` is False. Raises SystemExit if the script rejects an option.
+    replacements. `environment` contains additional environment variables. The script always runs on the CPU. If
+    `cuda` is True, it follows PyTorch's rules for CUDA. Raises SystemExit if the script rejects an option.
     """
     softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
     capabilities = {**torch.cpu.get_capabilities(), "avx512_bf16": True}  # on a CPU, the rungs need this for bf16
@@ -248,10 +248,10 @@ class Scheduled(BaseException):
 def moved(node, graph):
     """Return the number of bytes that `node`, a node of Inductor's scheduler for `graph`, reads and writes.
 
-    For a lookup table, Inductor counts all rows in a fused node, but only the rows that are read in the node's
-    individual operations. This function therefore uses the smaller count for each buffer. For fused and external
-    kernels, Inductor counts at most 10^9 elements per buffer. From B 20 on, at T 1024, the logits have more elements,
-    so their count is corrected here.
+    If Inductor counts a fused node as a whole, it counts every row of a lookup table. If it counts the operations of a
+    node separately, it counts only the rows that are read. This function therefore uses the smaller count for each
+    buffer. For fused and external kernels, Inductor counts at most 10^9 elements per buffer. From B 20 on, at T 1024,
+    the logits have more elements, so their count is corrected here.
     """
     sizes, parts = node.get_read_write_buffer_accesses(True, True), node.get_nodes()
     for name, size in sizes.items():

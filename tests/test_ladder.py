@@ -105,9 +105,9 @@ def test_the_numbers_in_docstrings_and_the_sizes_beside_the_models_are_right():
     06: takes {4 * 12 * 1024**2 * 2 / 1e6:.0f} MB per layer
     07: takes {50257 * 2:,} bytes ... 50304 = {50304 / 128:.0f} * 128 also ... The {50304 - 50257} extra
     08: {1 / (1 - beta2):.0f} at PyTorch's default beta2 of {beta2}, only {1 / (1 - 0.95):.0f} at 0.95
-    08: from {adamw["weight_decay"]} to ... the {matrices} matrices, not for the {len(model(8)) - matrices} bias
+    08: from {adamw["weight_decay"]} to ... the {matrices} matrices ... for the {len(model(8)) - matrices} bias
     09: a peak of {1e4 * peak:.0f}e-4 instead of 3e-4
-    10: {28 * padded / 1e9:.1f} GB instead of {80 * padded / 1e9:.0f} GB in an update
+    10: {28 * padded / 1e9:.1f} GB instead of {80 * padded / 1e9:.0f} GB.
     ddp: ({4 * padded / 1e6:.0f} MB for 124M parameters)
     long: a checkpoint takes {3 * 4 * padded / 1e9:.1f} GB
     fp16: ({t4["fp16"]} and {t4["float32"]} TFLOP/s) ... by {scale:.0f}
