@@ -12,7 +12,7 @@ def config_of(saved):
     """Return the GPTConfig of a checkpoint or of a state dict. Raises KeyError if `saved` is not from a GPT.
 
     State dicts and old checkpoints do not contain the number of heads. This number is taken from the entry of
-    MODELS with the same n_embd. ValueError is raised if there is no such entry.
+    MODELS with the same n_embd. Raises ValueError if there is no such entry.
     """
     if "config" in saved:
         return long_run.GPTConfig(**saved["config"])
@@ -29,7 +29,7 @@ def load_model(source, device="cpu"):
     """Return a GPT in float32 with its vocabulary padded to 50304 tokens.
 
     `source` is a checkpoint, a file written by --save, GPT-2 weights in Hugging Face format, or a folder of
-    checkpoints. From such a folder, the latest checkpoint is loaded, or best.pt if there is no other. Raises
+    checkpoints. From a folder of checkpoints, the latest checkpoint is loaded, or best.pt if there is no other. Raises
     ValueError with a one-line message if the model cannot be loaded or the device is missing.
     """
     try:

@@ -33,7 +33,7 @@ def to_hf(model):
 
 
 def gpt2_tokenizer():
-    """Return GPT-2's tokenizer for transformers, from the files in tokenizer/, named as in tiktoken's cache."""
+    """Return GPT-2's tokenizer for transformers. The files in tokenizer/ are named as in tiktoken's cache."""
     from transformers import GPT2TokenizerFast
 
     names = "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"

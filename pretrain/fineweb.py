@@ -1,4 +1,4 @@
-"""Tokenize texts into shards for train.py: FineWeb-Edu (Penedo et al. 2024) from Hugging Face, or your own files.
+"""Tokenize FineWeb-Edu (Penedo et al. 2024) from Hugging Face, or your own files, into shards for train.py.
 
     python pretrain/fineweb.py                          writes 10 billion tokens of FineWeb-Edu to pretrain/fineweb10B
     python pretrain/fineweb.py --out shards *.parquet   reads your own files and writes to the folder shards
@@ -73,7 +73,7 @@ class Shard:
 
 
 def read_shards(folder):
-    """Return (first validation shard, all training shards) of a folder, sorted by file name. Raises DataError."""
+    """Return a folder's first validation shard and its training shards, in order of file name. Raises DataError."""
     shards = {"val": [], "train": [], "other": []}
     for path in sorted(Path(folder).glob("*.bin")):
         kind = re.search(r"_(val|train)[_.]", path.name)
@@ -144,7 +144,7 @@ def read_rows(files, columns, start=(0, 0)):
     """Yield (file index, row index, the row as a dict) for each row, beginning at `start` (file index, row index).
 
     `files` contains paths or addresses from hub_files(). `columns` maps each required column to its type. Raises
-    DataError, which names the file and the row, if a file cannot be read or a value has a different type.
+    DataError, which names the file and the row, if a file cannot be read or a value has the wrong type.
     """
     import fsspec
 
@@ -228,7 +228,7 @@ def write(args, done):
 
 
 def begin(args):
-    """Return the progress of the run in args.out. Raises OSError, or ValueError if another command began that run."""
+    """Return the progress of the run in args.out. Raises OSError, or ValueError if its files or settings differ."""
     source = vars(args) | {"out": None, "files": [[file, os.path.getsize(file)] for file in args.files]}
     done = {"source": source, "shards": 0, "tokens": 0, "start": [0, 0], "skip": 0, "left_out": 0, "end": False}
     shards, progress = [Shard(path) for path in sorted(args.out.glob("*.bin"))], args.out / "progress.json"

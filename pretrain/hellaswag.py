@@ -45,16 +45,16 @@ def read_examples(source):
 
 @torch.compile(dynamic=False)
 def negative_log_likelihood(model, idx, targets):
-    """Return each row's summed loss in nats over targets other than -100. idx, targets: (rows, T) -> (rows,)."""
+    """Return each row's loss in nats, summed over targets other than -100. idx, targets: (rows, T) -> (rows,)."""
     logits = model(idx)[..., :50257]  # (rows, T, 50257), without the vocabulary's padding
     return F.cross_entropy(logits.reshape(-1, 50257), targets.view(-1), reduction="none").view_as(targets).sum(dim=1)
 
 
 @torch.no_grad()
 def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
-    """Return three counts: examples right by summed score, examples right by mean score, and all examples.
+    """Return three counts: correct answers by summed score, correct answers by mean score, and all examples.
 
-    The counts are for this rank, which evaluates every world_size-th example. All batches have the same shape, so
+    Each rank evaluates and counts only every world_size-th example. All batches have the same shape, so
     torch.compile compiles only once. Each row has room for the longest text, up to the model's block_size, and a
     batch has about `batch_tokens` tokens.
     """

@@ -27,7 +27,7 @@ def allow_any_character():
 
 @contextlib.contextmanager
 def printing():
-    """Context for printing a program's result: if the result cannot be printed, exit with a one-line error."""
+    """Context manager for printing a program's result. Exits with a one-line error if the result cannot be printed."""
     try:
         yield
         print(end="", flush=True)  # does nothing if standard output is closed
