@@ -6,8 +6,8 @@
 
 The edit is the file's diff against HEAD or, for a new file, the diff from the previous script. A three-way merge
 carries the edit from each script to the adjacent scripts, so each script keeps its own change. A conflict in a script
-blocks only the scripts that the edit would reach through this script. Docstrings do not change, because each script
-has its own. The exit status is 1 if a file lacks the edit or has a conflict, 2 after an error, and otherwise 0.
+stops the edit only on paths through this script. Docstrings do not change, because each script has its own. The exit
+status is 1 if a file lacks the edit or has a conflict, 2 after an error, and otherwise 0.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Find the bug: list the puzzles, or begin, check or explain a puzzle:  python -m dev.puzzle 07   (make puzzle-07)
+"""List the bug-finding puzzles, or begin, check or explain a puzzle:  python -m dev.puzzle 07   (make puzzle-07)
 
 A puzzle is a script with one planted mistake, and a description of its effect. The example above writes the script to
 puzzles/07/ and prints the description. `--check` tests whether you have fixed this script.
 
-Puzzles are the tables named `puzzle` in dev/mistakes.toml.
+The puzzles are defined in the tables named `puzzle` in dev/mistakes.toml.
 """
 
 import argparse
@@ -22,14 +22,17 @@ PUZZLES = ROOT / "puzzles"
 
 
 def read_puzzles():
-    """Return {number: mistake} for the mistakes that are puzzles, in order. A number has two digits, such as "07"."""
+    """Return {number: mistake} for the mistakes that are puzzles, sorted by number, such as "07"."""
     mistakes = [mistake for group in read_toml("dev/mistakes.toml").values() for mistake in group]
     found = {f"{mistake['puzzle']['number']:02d}": mistake for mistake in mistakes if "puzzle" in mistake}
     return dict(sorted(found.items()))
 
 
 def plant(mistake, file):
-    """Return the text of a script with a mistake. Raises ValueError unless each text to replace occurs exactly once."""
+    """Return the text of a script with a planted mistake.
+
+    Raises ValueError unless each text to replace occurs exactly once.
+    """
     text = (ROOT / file).read_text(encoding="utf-8")
     for old, new in mistake["edits"]:
         if text.count(old) != 1:
@@ -67,7 +70,7 @@ def show_list(found):
         state = "solved" if "solved" in progress(number) else "begun" if begun else ""
         print(f"{number}  {puzzle['title']:36} {puzzle['difficulty']:8} {state}".rstrip())
         print(f"    {puzzle['symptom']}")
-    print("\nTo begin one: make puzzle-01")
+    print("\nTo begin a puzzle: make puzzle-01")
 
 
 def puzzles():
@@ -101,7 +104,7 @@ def begin_again(number, mistake):
 
 
 def hint(number, mistake):
-    """Print one more hint than the last time."""
+    """Print the hints given so far, and the next hint if there is one."""
     note(number, "hint")
     hints, given = mistake["puzzle"]["hints"], progress(number).count("hint")
     for place, text in enumerate(hints[:given], 1):
@@ -117,7 +120,7 @@ def answer(number, mistake):
 
 
 def check(number, mistake):
-    """Run the test of a mistake on a puzzle's script and print the result. Return 0 if the test passed, else 1."""
+    """Run the test for a mistake on a puzzle's script and print the result. Return 0 if the test passed, else 1."""
     script = place(number, mistake)
     if not script.exists():
         raise ValueError(f"puzzle {number} is not begun: make puzzle-{number}")

@@ -3,9 +3,10 @@
     python -m measure.attention
 
 For each sequence length T, the table shows the time of the forward pass alone, and the time and the peak memory of the
-forward and backward passes together. Each time is the median of 3 interleaved rounds (lowest-highest). Speed-ups are
-relative to the unfused attention, which stores a score matrix that grows quadratically with T. FlashAttention (Dao et
-al. 2022) and similar kernels do not store the whole matrix at once. `make diff-06` shows how rung 06 calls them.
+forward and backward passes together. Each time is the median of 3 interleaved rounds, followed by the lowest and the
+highest time. Speed-ups are relative to the unfused attention, which stores a score matrix that grows quadratically with
+T. FlashAttention (Dao et al. 2022) and similar kernels do not store the whole matrix at once. `make diff-06` shows how
+rung 06 calls them.
 """
 
 import argparse

@@ -7,17 +7,16 @@ floor is a sum over all kernels of the step. Each kernel contributes the longer 
 bandwidth.
 
 What is counted:
-* FLOPs: only matmuls are counted, with the formulas of torch.utils.flop_counter. The count includes the attention
-  scores that flash attention recomputes in its backward pass. It excludes the masked triangle, which flash attention
-  skips.
+* FLOPs: only matmuls are counted, with the formulas of torch.utils.flop_counter. For flash attention, the count
+  includes the scores that the backward pass recomputes. It excludes the masked triangle, which flash attention skips.
 * Bytes: each kernel is assumed to read or write each operand once, and no data is assumed to stay in the cache between
   kernels. For a table lookup, only the rows that are read are counted.
 * Kernels: each operation that is not a view counts as one kernel. In practice, PyTorch launches two or three CUDA
   kernels for each sum over rows and for each LayerNorm backward pass. It launches several for each AdamW or clipping
   operation over all parameters.
-* Device: the steps run on the CPU but follow PyTorch's rules for CUDA: softmax runs in float32 under autocast, and
-  AdamW and clipping use one operation for all parameters. Inductor, the compiler behind torch.compile, schedules
-  kernels for an A100 but does not pad matmuls.
+* Device: the steps run on the CPU but follow PyTorch's rules for CUDA. Under these rules, softmax runs in float32 under
+  autocast, and AdamW and clipping use one operation for all parameters. Inductor, the compiler behind torch.compile,
+  schedules kernels for an A100 but does not pad matmuls.
 * Floor: the peaks and bandwidths in cards.toml come from data sheets. Nothing is fitted to measured step times. The
   floor assumes that each kernel reaches the peak or the full bandwidth, and that no time passes between kernels. A step
   can still be faster than its floor, mainly because kernels read earlier results from the cache, or because the GPU
@@ -251,7 +250,7 @@ def moved(node, graph):
     If Inductor counts a fused node as a whole, it counts every row of a lookup table. If it counts the operations of a
     node separately, it counts only the rows that are read. This function therefore uses the smaller count for each
     buffer. For fused and external kernels, Inductor counts at most 10^9 elements per buffer. From B 20 on, at T 1024,
-    the logits have more elements, so their count is corrected here.
+    the logits exceed this limit, so their count is corrected here.
     """
     sizes, parts = node.get_read_write_buffer_accesses(True, True), node.get_nodes()
     for name, size in sizes.items():
@@ -355,7 +354,7 @@ def compiler(recorder, fullgraph, cuda=True):
 def step(rung, model, batch_size, seq_len, cuda=True):
     """Return the kernels of a rung's second step, in order.
 
-    The step follows PyTorch's rules for CUDA, or for the CPU if `cuda` is False.
+    If `cuda` is True, the step follows PyTorch's rules for CUDA, otherwise those for the CPU.
     """
     recorder, steps = Recorder("float32" if rung.precision == "float32" else "tf32"), []
 

@@ -9,11 +9,11 @@ script's output, it prints one line of JSON, which `make ladder ARGS=--profile` 
     step            the kernels of the step of median length, which `make timeline` shows
 
 On a GPU, kernels are grouped by their names and by the operations that launched them. On a CPU, a kernel is a compiled
-function or an operation that computes something, including the operations that it calls. Views and operations that only
-call other operations are not kernels.
+function or an operation that computes something. A kernel includes the operations that it calls. Views and operations
+that only call other operations are not kernels.
 
-The group "idle" is the time during which no kernel ran. On a CPU, Python code, operator dispatch and freeing memory
-take this time.
+The group "idle" is the time during which no kernel ran. On a CPU, this time is spent on Python code, operator dispatch
+and freeing memory.
 """
 
 import functools
@@ -178,8 +178,8 @@ def grouped(steps):
 def median_step(steps):
     """Return the step of median length as a dict that can be written as JSON.
 
-    "ms" is the length of the step. Each kernel is [start, duration, position of its name in "names"], in microseconds,
-    with starts counted from the start of the step. Each name is [group, short name].
+    "ms" is the length of the step. Each kernel is [start, duration, position of its name in "names"]. Times are in
+    microseconds, and starts are relative to the start of the step. Each name is [group, short name].
     """
     start, whole, kernels = sorted(steps, key=lambda step: step[1])[len(steps) // 2]
     names = list(dict.fromkeys(tuple(kernel[2:]) for kernel in kernels))

@@ -6,12 +6,12 @@ weights, gradients and so on. You need no GPU and little memory. The prediction 
 minute with GPT-2, and about two minutes with GPT-2 XL. The program covers all rungs and side rungs except Muon.
 
 What is predicted:
-* Eager scripts follow PyTorch's rules for CUDA, or for the CPU with --device cpu.
+* Eager scripts follow PyTorch's rules for CUDA or, with --device cpu, those for the CPU.
 * For compiled scripts, torch.compile generates CPU code, whose kernels are replaced by functions that do nothing. On a
-  GPU, the compiler can fuse a few more or fewer kernels.
+  GPU, the compiler can fuse a few more or fewer kernels than on a CPU.
 * --ranks N predicts the peak of one of the N processes of ddp_run.py and fsdp_run.py, with two micro-steps per step.
   PyTorch's fake process group replaces the other ranks. DDP cannot run on fake tensors, so the program only allocates
-  its gradient buckets, a second copy of the gradients.
+  DDP's gradient buckets, which together are as large as the gradients.
 * Not included: the CUDA context, cuBLAS workspaces, and fragmentation.
 
 With --measure, the program also measures each peak in a separate process: python -m measure.memory peak SCRIPT. On
@@ -302,7 +302,7 @@ def peak(row):
 def largest(at, gib):
     """Return a batch size whose predicted peak is just under `gib` GiB, or 0 if B 1 does not fit.
 
-    at(B) returns the parts of the peak at B. Each guess follows linearly from the peaks at two batch sizes.
+    at(B) returns the parts of the peak at B. Each guess is a step of the secant method.
     """
 
     def left(B):

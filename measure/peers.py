@@ -3,9 +3,9 @@
     python -m measure.peers compiled   a minimal loop with bf16 and torch.compile
     python -m measure.peers trainer    transformers.Trainer with bf16, torch.compile and fused AdamW
 
-Both loops use the batches, optimizer, clipping and learning-rate schedule of speedup_10_fused_adamw.py, without
-dropout. They start from that rung's initial weights, except for the rows that pad the vocabulary, because transformers
-does not pad it. Their loss curves therefore match the rung's curve up to rounding. Each loop prints lines in the rung's
+Both loops use the batches, optimizer, clipping and learning-rate schedule of speedup_10_fused_adamw.py, and no dropout.
+They start from that rung's initial weights, except for the rows that pad the vocabulary, because transformers has no
+such rows. Their loss curves therefore match the rung's curve up to rounding. Each loop prints lines in the rung's
 format. On a machine with several GPUs, Trainer uses all GPUs in CUDA_VISIBLE_DEVICES.
 """
 

@@ -127,7 +127,7 @@ def held_out(rows):
     """Draw the mean held-out loss of each row over steps and over seconds, with the range over the seeds.
 
     `rows` comes from quality.compare(). If the rows have learning rates, each script is drawn at its best rate. Rows
-    that diverged are left out.
+    with a run that diverged are left out.
     """
     figure = Figure(figsize=(10.0, 4.6))
     left, right = figure.subplots(1, 2, sharey=True)
@@ -180,7 +180,7 @@ def losses(runs):
     """Return a figure of the losses over the steps, given {name: rows}.
 
     Solid lines show the training loss, and dashed lines the validation loss, whose lowest value is in the legend. The
-    y-axis ends just above the largest loss after the first 5 % of each run, because the initial drop would make the
+    y-axis ends just above the largest loss after the first 5 % of each run, so that the initial drop does not make the
     rest look flat.
     """
     figure, top = Figure(figsize=(8, 4.5)), 0.0

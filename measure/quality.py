@@ -1,14 +1,14 @@
-"""Measure what each rung learns on the small model nano:  python -m measure.quality   (make quality)
+"""Measure the held-out loss of each rung with the small model nano:  python -m measure.quality   (make quality)
 
-Each script trains once per seed on the first nine tenths of input.txt. The seed sets the initial weights; all runs read
+Each script trains once per seed on the first nine tenths of input.txt. The seed sets the initial weights. All runs read
 the same batches. Each run is a separate process, `python -m measure.quality train SCRIPT`. The scripts are not
 modified: PyTorch calls a hook after each optimizer step. About ten times per run, this hook computes the held-out loss
 in float32, on about eight batches spread over the last tenth of the text. The step times do not include these
 evaluations.
 
 For each rung, the table shows how many steps and seconds a run needs to reach the final held-out loss of the previous
-rung with the same seed. Losses between two evaluations are interpolated. Seconds are steps times the run's median step
-time, so they exclude compilation.
+rung with the same seed. Losses between two evaluations are interpolated. The seconds are the number of steps times the
+run's median step time, so they exclude compilation.
 
 With --max-lr, each script runs at each of these peak learning rates, and each row is compared with the first script at
 its best rate. Runs that diverged are marked in the table. Each finished run is saved. To continue a stopped
@@ -157,7 +157,7 @@ def measure(data, out):
 
 
 def steps_to(run, loss):
-    """Return the number of steps that a run takes to reach a held-out loss, or infinity."""
+    """Return the number of steps that a run takes to reach a held-out loss, or infinity if it never does."""
     steps, losses = run["steps"], run["losses"]
     after = next((place for place, one in enumerate(losses) if one <= loss + TIE), None)
     if after is None:
@@ -178,9 +178,10 @@ def compare(data):
     Each row has arrays with one value per seed. "times" are the median step times in ms, and "losses" are the final
     held-out losses. Both are infinite for runs that diverged. Each row is compared with its "other" row: the previous
     rung or, if there are learning rates, the first script at its best rate. "differences" are the row's losses minus
-    the other row's losses. "steps" and "seconds" are what the row needs to reach the other row's losses, or infinity.
-    "gain" is the speed-up: the time of all steps of the other row, divided by "seconds". The gain is minus infinity if
-    the loss is not reached. Without another row, the arrays of the comparison are empty.
+    the other row's losses. "steps" and "seconds" are what the row needs to reach the other row's losses. "gain" is the
+    speed-up: the time of all steps of the other row, divided by "seconds". If a loss is not reached, "steps" and
+    "seconds" are infinite, and "gain" is minus infinity. If a row is not compared with another row, the arrays of the
+    comparison are empty.
     """
     rows, last = [], data["settings"]["steps"]
     for script, max_lr in itertools.product(data["settings"]["scripts"], data["settings"]["max_lr"]):

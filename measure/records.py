@@ -16,7 +16,7 @@ Each finished run of a script is one line of JSON in results/<device>-<date>/run
     figures     results of a roof or a profile; otherwise null
     error       why the run failed, or null
 
-No key is computed from other keys. If a run appears twice, the later line is used.
+No value is computed from other values. If a run appears twice, the later line is used.
 """
 
 import datetime
@@ -52,9 +52,10 @@ MEMORY = re.compile(r"^median of steps .* peak memory (\d+\.\d+) GiB$", re.MULTI
 
 
 def parse(text, errors="", status=0, steps=None):
-    """Return step_ms, losses, peak_gib and error of a script's run as a dict. A failed run keeps its completed steps.
+    """Return step_ms, losses, peak_gib and error of a script's run as a dict.
 
-    `text` is stdout, `errors` is stderr, and `steps` is the expected number of steps.
+    If the run failed, its completed steps are included. `text` is stdout, `errors` is stderr, and `steps` is the
+    expected number of steps.
     """
     found, memory = STEP.findall(text), MEMORY.search(text)
     run = {"step_ms": [float(ms) for _, _, ms in found], "losses": [float(loss) for _, loss, _ in found]}
@@ -156,7 +157,7 @@ def key(line):
 
 
 def save(path, data, in_one_line=r"\[[-\d\s.,e]+\]"):
-    """Write a JSON file with each list of numbers on one line. After a crash, the old or the new file is intact."""
+    """Write a JSON file with each list of numbers on one line. After a crash, the file has its old or new content."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     text = re.sub(in_one_line, lambda found: re.sub(r"\s+", " ", found[0]), text)
     new = Path(path).with_suffix(".new")
@@ -173,8 +174,8 @@ def flops_per_token(config, seq_len):
     Each parameter in a matmul needs 6 FLOPs: 2 in the forward pass and 4 in the backward pass (Kaplan et al. 2020).
     With hidden size C and vocabulary size V, each layer has 12 C^2 such parameters, and the head has V * C. With L
     layers and sequence length T, the two attention matmuls with T x T scores add 12 * L * C * T FLOPs, including the
-    masked half. The sum excludes embedding lookups and work that only some implementations do: the rows that pad the
-    vocabulary, and the scores that flash attention recomputes.
+    masked half. The sum excludes embedding lookups. It also excludes work that only some implementations do:
+    multiplying the rows that pad the vocabulary, and recomputing the attention scores.
     """
     L, C = config.n_layer, config.n_embd
     return 6 * (12 * L * C * C + config.vocab_size * C) + 12 * L * C * seq_len

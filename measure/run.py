@@ -8,12 +8,12 @@ program prints the tables and draws the plots.
 
 --repeat R makes R passes over the ladder. Every second pass runs in reverse order (A B C, C B A, A B C ...) to reduce
 the effect of drift in the machine's speed. A speed-up is the ratio of two step times in the same pass. For each script,
-the table shows the median of these speed-ups. The most important measurements come first: the device's peak, one pass
-over the ladder, the profile, the batch sizes, and the other passes.
+the table shows the median of these speed-ups. The runs are ordered by importance: the device's peak, one pass over the
+ladder, the profile, the batch sizes, and the other passes.
 
 If Ctrl-C, a crash or --budget ends a measurement early, all completed runs are kept. To continue, run the command again
 within a day, or name the folder with --out. The program then skips the successful runs in the log and retries the
-failed runs. You can also add options, such as --peers or more passes.
+failed runs. You can also add options, such as --peers, or more passes.
 """
 
 import argparse
@@ -195,7 +195,7 @@ def one_line(line):
 def difference(lines, todo, host):
     """Describe the first difference between an earlier measurement and the planned measurement.
 
-    Without a difference, return an empty string.
+    If there is none, return an empty string.
     """
     settings = todo[0]["settings"]  # the settings of the roof, which all runs share
     sources = {(run["script"], run["kind"]): run["source"] for run in todo}
@@ -212,7 +212,7 @@ def difference(lines, todo, host):
 def choose_folder(out, todo, host):
     """Return (folder, its lines): an earlier measurement to continue, or a new folder.
 
-    If `out` is None, an earlier measurement of the same device and settings is continued if its last run is less than a
+    Without `out`, an earlier measurement of the same device and settings is continued if its last run is less than a
     day old and `todo` contains all its scripts. Raises ValueError if `out` contains a different measurement.
     """
     name = f"{'cpu ' if host['device'] == 'cpu' else ''}{host['name']}".lower()

@@ -5,12 +5,12 @@
     python -m measure.tables results/FOLDER results/FOLDER  compares the two (make compare)
 
 The pages contain calls of part(), counts_of(), measured() and pretrained() in comments. `make figures` runs cog, which
-writes the Markdown that each call returns below the call. The Markdown is computed from ladder.toml, the scripts and
+writes the result of each call, in Markdown, below the call. The Markdown is computed from ladder.toml, the scripts and
 results/. The pages show the latest measurement of each device and model, GPUs first. A measurement of only some scripts
 appears only in docs/pages/results.md and on the pages of these scripts. --plots also deletes all other SVG files in
 docs/pages/img/.
 
-With two folders, the table compares the scripts that were measured in both. If the ranges between the quartiles
+With two folders, the table compares the scripts that were measured in both. If the interquartile ranges of a script
 overlap, the difference may be noise.
 """
 
@@ -113,7 +113,10 @@ def gain(row):
 
 
 def fastest(data):
-    """Return sentences with our highest speed of rung 10 on a GPU and the highest public speed, or ""."""
+    """Return sentences with our highest speed of rung 10 on a GPU and the highest public speed.
+
+    If either is unknown, return "".
+    """
     name, public = data.host["name"], read_toml("results/public.toml")["speed"]
     ours = [row for one in recorded() if one.host["name"] == name for row in one.batches if row["tokens_per_s"]]
     public = [one for one in public if one.get("plain", True) and name.endswith(one["card"])]
@@ -147,7 +150,7 @@ def ladder(data):
 
 
 def speeds(published, steps):
-    """Return the table of public speeds. MFU (model FLOPs utilization) is the fraction of the data sheet's peak."""
+    """Return the table of public speeds. MFU (model FLOPs utilization) is relative to the data sheet's peak."""
     flops = counts.totals(steps["baseline.py"])[0] / (4 * 1024)  # per token, including masked scores
     peaks, rows = read_toml("measure/cards.toml"), []
     for one in published:
@@ -229,7 +232,7 @@ def floors(steps):
 def beside(measured, logs, found):
     """Return, for each log, its table of step times and floors.
 
-    The floors for our GPUs use their measured peaks. Logs whose URL is not known are left out.
+    The floors for our GPUs use their measured peaks. Logs without a URL are left out.
     """
     logs, said = [(log, counts.Card.read(log["card"])) for log in logs if log["url"]], []
     for data in measured.values():
@@ -254,7 +257,7 @@ def beside(measured, logs, found):
 def beyond(data):
     """Return the counts, floors, predictions and step times of the side rungs beyond rung 10 as a table.
 
-    The floors use the measured peaks of `data`. A cell with values has one value per batch size.
+    The floors use the measured peaks of `data`. Each cell is empty or has one value per batch size.
     """
     card, found, lines = counts.Card(data.peaks, data.roof["copy_gb_per_s"]), counts.read_counts(BEYOND), []
     sizes = [size for size in found if size != COUNTED]
@@ -289,7 +292,7 @@ def peer_counted():
 
 
 def fit_measured():
-    """Return a table of predicted and measured peaks on a CPU, in MiB."""
+    """Return a table of the predicted and measured peak memory on a CPU, in MiB."""
     lines = []
     for row in (*memory.fits("memory-cpu.json"), *memory.fits("memory-ranks.json")):
         name = row["name"] + (f", {row['ranks']} ranks" if row["ranks"] > 1 else "")
@@ -302,7 +305,7 @@ def fit_measured():
 
 
 def fit_gpu(measured):
-    """Return the predicted and measured peaks on our GPUs in GiB."""
+    """Return the predicted and measured peak memory on our GPUs, in GiB."""
     said = []
     for data in [data for data in measured.values() if not data.cpu]:
         here, rows = [data.settings[key] for key in ("model", "batch_size", "seq_len")], []
@@ -319,7 +322,7 @@ def fit_gpu(measured):
 
 
 def fit():
-    """Return a table of predicted peaks on a GPU in GiB, with a row per script and a column per batch size."""
+    """Return a table of predicted peak memory on a GPU, in GiB, with a row per script and a column per batch size."""
     rows = memory.fits("memory.json")
     sizes, lines = sorted({row["batch_size"] for row in rows}), {}
     for row in rows:
@@ -363,7 +366,7 @@ def kernels(name):
 
 
 def learned(name):
-    """Return a measurement of quality.py as Markdown. The measurement without a plot gets no columns of time."""
+    """Return a measurement of quality.py as Markdown. The table of a measurement without a plot has no time columns."""
     data = saved(name)
     line, about = quality.conditions(data)
     command, _, date = line.rpartition(", ")
@@ -591,7 +594,7 @@ def main():
             print(f"{place}: {' '.join(conditions(data)[:2])}")
         if differ := [key for key, value in found[0].host.items() if value != found[1].host.get(key) and key != "id"]:
             print(f"They differ in {', '.join(differ)}: a difference in time may have causes other than the scripts.")
-        print(f"\n{records.text(rows) or 'No script was measured in both results.'}")
+        print(f"\n{records.text(rows) or 'No script was measured in both folders.'}")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
 

@@ -3,9 +3,9 @@
 `make ladder ARGS=--profile` writes the kernels of one step of each script to kernels.json, next to the log. This
 program reads the file and draws the step of one script. It also prints a table of the 20 kernels that take the most
 time, with the FLOPs and bytes that measure/counts.py counts for each kernel. Calls of the same kernel with the same
-counts share a row. The floor of a kernel, an estimated lower bound on its time (see measure/counts.py), uses the
-measured peaks of the device. A kernel that takes much longer than its floor could become faster. By default, the
-program reads the latest measurement of the script.
+counts share a row. The floor of a kernel is an estimated lower bound on its time (see measure/counts.py), computed from
+the measured peaks of the device. A kernel that takes much longer than its floor may be worth optimizing. By default,
+the program reads the latest measurement of the script.
 
 If a kernel does not occur equally often in the counts and in the profile, its cells for counts and floor are empty.
 """
@@ -48,7 +48,7 @@ def read(folder):
 
 
 def write(folder, script, step):
-    """Add the step of a script to the kernels.json in a folder. After a crash, the old or the new file is intact."""
+    """Add the step of a script to the kernels.json in a folder. After a crash, the file has its old or new content."""
     path = Path(folder) / "kernels.json"
     lines = [
         f"{json.dumps(name)}: {json.dumps(one, separators=(',', ':'))}"
@@ -84,7 +84,8 @@ def parts(step, start, end, count):
     """Divide the time from start to end, in microseconds, into `count` equal parts and return the group of each.
 
     Each part shows the group that has the most time not yet shown. Kernels that are shorter than a part are thus
-    merged, but each group keeps its share. While two kernels overlap, only the kernel that started first is counted.
+    merged, but each group keeps its share of the time. While two kernels overlap, only the kernel that started first is
+    counted.
     """
     edges, reached = np.linspace(start, end, count + 1), start
     time = np.zeros((len(KINDS), count))
@@ -105,7 +106,7 @@ def strip(axes, step, start, end, at, count, thickness, across=False):
     """Draw the step from start to end, in microseconds, as a strip on an axis in milliseconds.
 
     `at` is the position of the strip on the other axis. `thickness` is in points. With `across`, time runs along the
-    y-axis. Returns a list of (group, first ms, last ms), with one item per run of parts of the same group.
+    y-axis. Returns a list of (group, first ms, last ms), with one item per sequence of parts of the same group.
     """
     found, edges = parts(step, start, end, count), np.linspace(start, end, count + 1) / 1000
     changes = [0, *(place for place in range(1, count) if found[place] != found[place - 1]), count]
@@ -175,7 +176,7 @@ def plain(name):
 
 
 def column(axes, step, start, end, span, wide=True):
-    """Draw the kernels from start to end, in microseconds, from top to bottom, and label the longest ones.
+    """Draw the kernels between `start` and `end`, in microseconds, from top to bottom, and label the longest ones.
 
     `span` is the length of the axis in milliseconds.
     """
@@ -205,8 +206,9 @@ def layer_times(step, layers):
     """Return ((start, end) of the forward pass, (start, end) of the backward pass) of one layer, in microseconds.
 
     The layer is the one of median length among all layers but the first. A layer has four matmuls in the forward pass
-    and eight in the backward pass; the head has one and two. A pass lasts from the end of the last matmul before the
-    layer to the end of the layer's last matmul. Returns None if the step has a different number of matmuls.
+    and eight in the backward pass. The head has one in the forward pass and two in the backward pass. A pass lasts from
+    the end of the last matmul before the layer to the end of the layer's last matmul. Returns None if the step has a
+    different number of matmuls.
     """
     ends = [end for _, kind, end, _ in calls(step) if kind == "matmul"]
     if len(ends) != 12 * layers + 3:
