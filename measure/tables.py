@@ -94,7 +94,7 @@ def picture(measured, folder):
     if not data.cpu and data.name == getattr(profiled()[0], "name", None):
         shown = two_sizes(STEPS.format(data.label), folder, "steps")
     changed = [short(script) for script in data.rows if data.outdated([script])]
-    since = f"; rungs {' and '.join(changed)} have changed since" if changed else ""
+    since = f"; rungs {' and '.join(changed)} have changed since then" if changed else ""
     speeds = f"{ten['tokens_per_s']:,.0f} instead of {base['tokens_per_s']:,.0f} tokens/s"
     memory = f", and cut its peak memory from {gib[0]:.2f} to {gib[1]:.2f} GiB" if len(gib) == 2 else ""
     said = f"""**What you gain**: on an {data.host["name"]}, rungs 01 to 10 make `{s["model"]}` {gain(ten)} as fast at
@@ -143,10 +143,10 @@ def ladder(data):
                 "lines of code": f"+{added} −{removed}" if rung.before else "",
             }
         )
-    old = " It is missing if either has changed since." if data.outdated(data.changed) else ""
+    old = " It is missing if one of the two has changed since then." if data.outdated(data.changed) else ""
     return f"""{table(rows)}
 
-× is the speed-up over the previous rung.{old} Rungs marked "on a GPU" do not speed up a CPU."""
+× is the speed-up over the previous rung when we measured it.{old} Rungs marked "on a GPU" do not speed up a CPU."""
 
 
 def speeds(published, steps):
