@@ -1,9 +1,9 @@
 """DDP (scale): training on several GPUs with half a million tokens per step for GPT-2.
 
-torchrun starts one process per GPU, a rank, with a full copy of the model. Half a million tokens do not fit on one GPU,
-so each rank accumulates the gradients of several micro-batches. An all-reduce averages these gradients over all ranks
-(498 MB for 124M parameters), mostly during the last backward pass. model.compile() may precede DDP, because compilation
-happens in step 0, inside DDP's forward pass. It splits the graph where DDP all-reduces a bucket of gradients.
+torchrun starts one process (rank) per GPU, with a full copy of the model. Half a million tokens do not fit on one GPU,
+so each rank accumulates the gradients of several micro-batches. An all-reduce averages these gradients (498 MB for 124M
+parameters) over all ranks, mostly during the last backward pass. model.compile() may precede DDP, because compilation
+happens in step 0, inside DDP's forward pass. The compiler splits the graph where DDP all-reduces a bucket of gradients.
 
 When it does not help: on one GPU, or if the total batch is small and the interconnect is slow, DDP gives no speed-up.
 

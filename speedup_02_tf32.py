@@ -5,9 +5,9 @@ sums and all values in memory stay in float32. According to NVIDIA's data sheet,
 TF32 as in float32 (156 and 19.5 TFLOP/s). The speed-up of a whole step is smaller, because much of the step time is
 spent moving data. On an H200 at B 16, a step took 368.8 ms before this change and 157.1 ms after it.
 
-When it does not help: on GeForce RTX 30, 40 and 50 GPUs, the gain may be small: according to NVIDIA, they have the same
+When it does not help: on GeForce RTX 30, 40 and 50 GPUs, the gain may be small. According to NVIDIA, they have the same
 peak in TF32 and in float32. This script prints a message and uses float32 on NVIDIA GPUs below compute capability 8.0,
-on Apple and Intel GPUs, and on CPUs. AMD GPUs pass its check; we have not run it on one.
+on Apple and Intel GPUs, and on CPUs. AMD GPUs pass its check, but we have not run the script on an AMD GPU.
 
     make diff-02    shows what this file changes
 """

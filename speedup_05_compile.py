@@ -6,8 +6,8 @@ The compiler fuses chains of element-wise operations and keeps their intermediat
 overhead; --compile-mode reduce-overhead replays recorded kernels (CUDA graphs) and removes most of the rest.
 On an H200 at B 16, a step took 142.6 ms before this change and 50.2 ms after it.
 
-The optimizer still runs eagerly. GPT.forward() returns logits or the loss, never both, because a compiled graph that
-returns both also writes and adds a gradient of zeros for the logits, 0.4 GB in bf16.
+The optimizer still runs eagerly. GPT.forward() returns either the logits or the loss. A compiled graph that returned
+both would also write and add a gradient of zeros for the logits, 0.4 GB in bf16.
 
 When it does not help: in a short run, the total time increases, because step 0 includes compilation. torch.compile
 needs a C++ compiler on a CPU, or a C compiler on an NVIDIA GPU. Without one, use TORCH_COMPILE_DISABLE=1.

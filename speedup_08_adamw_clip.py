@@ -1,13 +1,13 @@
 """Rung 08, GPT-3's optimizer settings (quality): betas, weight decay on matrices only, and clipping.
 
 The values are from GPT-3 (Brown et al. 2020, appendix B). AdamW divides each update by the square root of a moving
-average of squared gradients, which covers about 1 / (1 - beta2) steps: 1000 at PyTorch's default beta2 of 0.999, only
-20 at 0.95, so AdamW adapts sooner. Weight decay rises from 0.01 to 0.1 for the 50 matrices and, as in GPT-1, falls to 0
-for the 98 bias and LayerNorm tensors. If the norm of all gradients, taken as one vector, exceeds 1.0, clipping scales
-them down to 1.0, so that one unusual batch cannot dominate. The script prints the norm before clipping.
+average of squared gradients. This average covers about 1 / (1 - beta2) steps: 1000 at PyTorch's default beta2 of 0.999,
+only 20 at 0.95. The shorter average adapts sooner. Weight decay rises from 0.01 to 0.1 for the 50 matrices and, as in
+GPT-1, falls to 0 for the 98 bias and LayerNorm tensors. If the norm of all gradients, taken as one vector, exceeds 1.0,
+clipping scales it down to 1.0, so that one unusual batch cannot dominate. The script prints the norm before clipping.
 
-When it does not help: if speed is the goal. With nano on a CPU, the norm exceeds 1.0 in all 50 steps, so clipping gives
-every gradient the norm 1.0. This hardly changes AdamW's updates, because AdamW divides out the scale of the gradients.
+When it does not help: if speed is the goal. With nano on a CPU, the norm exceeds 1.0 in all 50 steps, so clipping
+always scales it to 1.0. This hardly changes AdamW's updates, because AdamW divides out the scale of the gradients.
 
     make diff-08    shows what this file changes
 """

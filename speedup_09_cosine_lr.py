@@ -1,10 +1,10 @@
-"""Rung 09, learning-rate schedule (quality): a linear warm-up to twice the rate, then a cosine decay.
+"""Rung 09, learning-rate schedule (quality): a linear warm-up to twice rung 08's rate, then a cosine decay.
 
 In the first steps, AdamW's moments are noisy because they cover few gradients. The learning rate therefore starts low
-and rises over 10 steps. This allows a peak of 6e-4 instead of 3e-4, so a lower loss is due to the higher rate and the
-schedule together. The cosine then lowers the rate to a tenth of the peak. Smaller steps average out the batches' noise.
+and rises over 10 steps. The warm-up allows a peak of 6e-4 instead of 3e-4. A lower loss is due to both the rate and the
+schedule. The cosine then lowers the rate to a tenth of the peak. With smaller updates, the batches' noise averages out.
 
-When it does not help: if speed is the goal. The rate at a given step depends on --steps, so losses do, too.
+When it does not help: if speed is the goal. The rate depends on --steps, so the loss at a given step does, too.
 
     make diff-09    shows what this file changes
 """

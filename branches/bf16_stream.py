@@ -1,12 +1,12 @@
 """bf16 residual stream (speed): the stream to which each block adds is in bf16, so it takes half as many bytes.
 
-Autocast makes the matmuls bf16, but the embeddings stay float32. In rung 10, the residual stream, to which each block
+Autocast runs the matmuls in bf16, but the embeddings stay float32. In rung 10, the residual stream, to which each block
 adds twice, is therefore float32. Additions, LayerNorms and their backward passes are memory-bound: their time depends
 on the bytes that they read and write. One cast after the embeddings makes the stream bf16, in the forward and in the
 backward pass. A step at B 16 then moves 51.5 GB instead of 57.5 GB. The weights stay float32.
 
-When it does not help: if matmuls or Python limit the step. bf16 stores only 8 significant bits, so each addition rounds
-the sum, by up to 1/256 of it. We have trained only small models for a short time with this stream.
+When it does not help: if matmuls or Python limit the step. bf16 stores only 8 significant bits, so each addition has a
+rounding error of up to 1/256 of the sum. We have trained only small models for a short time with this stream.
 
     make diff-bf16    shows what this file changes
 """

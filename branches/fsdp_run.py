@@ -6,8 +6,8 @@ all-gather its weights (ZeRO, Rajbhandari et al. 2020). Activations are not shar
 
 When it does not help: if the model fits on one GPU, DDP communicates less. FSDP2 all-gathers weights and
 reduce-scatters gradients in every micro-step, whereas DDP all-reduces gradients once per step. Many scripts pass
-MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) and gather half the bytes. This script does
-not, because LayerNorm and the residual stream would then be in bf16, too, and the losses would differ from DDP's.
+MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) and gather half as many bytes. This script
+does not, because LayerNorm and the residual stream would then also be in bf16, and the losses would differ from DDP's.
 
     torchrun --standalone --nproc_per_node=2 branches/fsdp_run.py --model gpt2-xl
     make diff-fsdp    shows what this file changes

@@ -1,13 +1,13 @@
-"""Fused loss (speed): one kernel computes the loss and its gradient, so it can read the logits only once.
+"""Fused loss (speed): one kernel computes the loss and its gradient, so it can read the logits from memory only once.
 
 The logits are the largest tensor of a step. Rung 10 reads them in the forward pass to compute the loss, and again in
 the backward pass to compute their gradient, softmax - one-hot. This gradient needs nothing but the logits and the
 targets, so FusedLoss computes it together with the loss. If a row stays in the cache until its gradient is computed,
-the kernel moves 3.3 GB at B 16, and the two kernels of rung 10 move 4.9 GB. Two matmuls compute the gradients of x and
-of the weight. The backward pass only scales these. With loss_chunks=4, only a quarter of the logits exist at a time.
+the kernel moves 3.3 GB at B 16. The two kernels of rung 10 move 4.9 GB. Two matmuls compute the gradients of x and of
+the weight, which the backward pass only scales. With loss_chunks=4, only a quarter of the logits exist at a time.
 
-When it does not help: with a gradient scaler, do not use it. The scaler multiplies the loss by 65536, but only after
-this script's forward pass has rounded small gradients to zero. Evaluation without torch.compile computes the gradients,
+When it does not help: do not use this script with a gradient scaler. The scaler multiplies the loss by 65536, but only
+after the forward pass has rounded small gradients to zero. Evaluation without torch.compile computes the gradients,
 although it does not need them.
 
     make diff-fused    shows what this file changes

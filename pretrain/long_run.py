@@ -2,10 +2,10 @@
 
 If a run is killed, --resume continues from the latest checkpoint. On a CPU with one or two ranks, the losses then match
 the losses of an uninterrupted run to the last digit. A checkpoint contains the step, the position in the text, and
-three float32 numbers per parameter: its weight and AdamW's two moments. With 124M parameters, a checkpoint takes 1.5
-GB. After Ctrl-C, SIGTERM or SIGHUP, a run with checkpoints finishes the current step, saves a checkpoint and exits.
+three float32 numbers per parameter: its value and AdamW's two moments. With 124M parameters, a checkpoint takes 1.5 GB.
+After Ctrl-C, SIGTERM or SIGHUP, a run with checkpoints finishes the current step, saves a checkpoint and exits.
 
-When it does not help: if a run takes a few minutes, you can start it again. Checkpoints do not reduce the step time.
+When it does not help: if a run takes only a few minutes, you can repeat it. Checkpoints do not reduce the step time.
 
     torchrun --standalone --nproc_per_node=2 pretrain/long_run.py --steps 5000 --checkpoint-dir runs/a --resume
     make diff-long    shows what this file changes

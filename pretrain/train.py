@@ -6,7 +6,7 @@ split among the ranks. With --checkpoint-dir, the script saves a checkpoint befo
 step 0. Resuming from such a checkpoint repeats the evaluation. The defaults are for training GPT-2 124M on 10B tokens.
 
 When it does not help: if you only want to measure speed, use long_run.py. The evaluations of train.py take additional
-time, and the step times that it prints exclude them.
+time, which the printed step times exclude.
 
     torchrun --standalone --nproc_per_node=8 pretrain/train.py --batch-size 64 --checkpoint-dir runs/gpt2 --resume
     make diff-train    shows what this file changes
