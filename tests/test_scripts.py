@@ -39,7 +39,7 @@ def test_a_script_runs_in_a_process_of_its_own_with_the_losses_of_an_eager_run(r
         for name in (script, "input.txt"):
             shutil.copy(ROOT / name, tmp_path)
     done = run(script, "--steps", STEPS, *sizes(script), folder=ROOT if "/" in script else tmp_path)
-    errors = re.sub(r".*site-packages/torch/.*\n(  .*\n)?", "", done.stderr)  # PyTorch's warnings about the machine
+    errors = re.sub(r".*site-packages/torch/.*\n(  .*\n)?", "", done.stderr)  # PyTorch's own warnings
     assert (done.returncode, errors, done.left_behind) == (0, "", []), errors
     eager = play(script, "--steps", STEPS, *sizes(script), full=True)
     assert done.losses == pytest.approx(losses(eager), abs=1e-2 if BF16_CPU or script == SIDE.fp16 else 1e-4)
