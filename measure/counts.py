@@ -191,7 +191,7 @@ def run_fake(script, flags, mode, patches, cuda=True, environment=None):
 
     `script` may include arguments, separated by spaces. `patches` maps full names, such as torch.nn.Module.compile, to
     replacements. `environment` contains additional environment variables. The script always runs on the CPU. If
-    `cuda` is True, it follows PyTorch's rules for CUDA. Raises SystemExit if the script rejects an option.
+    `cuda` is True, PyTorch makes the choices that it would make on a GPU. Raises SystemExit for a rejected option.
     """
     softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
     capabilities = {**torch.cpu.get_capabilities(), "avx512_bf16": True}  # on a CPU, the rungs need this for bf16
@@ -354,7 +354,7 @@ def compiler(recorder, fullgraph, cuda=True):
 def step(rung, model, batch_size, seq_len, cuda=True):
     """Return the kernels of a rung's second step, in order.
 
-    If `cuda` is True, the step follows PyTorch's rules for CUDA, otherwise those for the CPU.
+    If `cuda` is True, PyTorch makes the choices that it would make on a CUDA GPU.
     """
     recorder, steps = Recorder("float32" if rung.precision == "float32" else "tf32"), []
 

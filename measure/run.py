@@ -140,7 +140,7 @@ def plan(args):
 
 
 def execute_run(run, args, gpu, cache, on_step):
-    """Execute a run of the plan, and return the keys of its log line that depend on the execution.
+    """Execute a run of the plan, and return the fields of its log line that this determines, as a dict.
 
     These include the settings, with the precision that the device could use.
     """

@@ -4,7 +4,7 @@
     python -m measure.tables results/FOLDER                 prints its tables (make compare)
     python -m measure.tables results/FOLDER results/FOLDER  compares the two (make compare)
 
-The pages contain calls of part(), counts_of(), measured() and pretrained() in comments. `make figures` runs cog, which
+Comments in the pages contain calls to part(), counts_of(), measured() and pretrained(). `make figures` runs cog, which
 writes the result of each call, in Markdown, below the call. The Markdown is computed from ladder.toml, the scripts and
 results/. The pages show the latest measurement of each device and model, GPUs first. A measurement of only some scripts
 appears only in docs/pages/results.md and on the pages of these scripts. --plots also deletes all other SVG files in
@@ -466,7 +466,7 @@ def outcome(script, prediction):
     if not ms:
         return "not measured yet"
     miss = ms / low - 1 if ms < low else ms / high - 1 if ms > high else 0
-    side = f"{abs(miss):.0%} {'above' if miss > 0 else 'below'} this" if abs(miss) > 0.005 else "as predicted"
+    side = f"{abs(miss):.0%} {'above' if miss > 0 else 'below'} this range" if abs(miss) > 0.005 else "as predicted"
     return f"our latest measurement: {ms:,.1f} ms, {side}"
 
 

@@ -4,8 +4,9 @@
     python pretrain/fineweb.py --out shards *.parquet   reads your own files and writes to the folder shards
 
 Your own files can be .parquet or .jsonl files with a "text" column, or .txt files with one document each. Other columns
-are ignored. <|endoftext|> precedes each document, and a document may continue in the next shard. If the program is
-killed, run the same command again to continue.
+are ignored. If the program is killed, run the same command again to continue.
+
+In the shards, the token <|endoftext|> precedes each document. A document may continue in the next shard.
 
 Shards have llm.c's format (https://github.com/karpathy/llm.c): a header of 256 int32 values, then the tokens as uint16.
 Both are little-endian. The header begins with the magic number 20240520, the version number 1 and the number of tokens.

@@ -41,7 +41,7 @@ def main():
     except ValueError as error:
         parser.error(str(error))
     if len(prompt) + args.tokens > (positions := model.config.n_positions):
-        parser.error(f"--prompt has {len(prompt)} tokens, and --tokens {args.tokens} would exceed {positions} positions")
+        parser.error(f"--prompt ({len(prompt)} tokens) plus --tokens {args.tokens} exceeds the {positions} positions")
     sampling = {"do_sample": False}
     if args.temperature:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}

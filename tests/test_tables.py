@@ -284,10 +284,10 @@ def test_a_rungs_page_shows_its_measurements_predictions_and_counts_beside_the_r
     ]
     about, ours = "Predicted on 2026-01-02 for Made Up GPU at B", "ms per step; our latest measurement:"
     other = "Predicted on 2026-01-02 for B at B 2: 1 to 2 ms per step; not measured yet."
-    assert predicted == [f"{about} 2: 90 to 100 {ours} 192.0 ms, 92% above this.", other]
-    assert f"{about} 2: 300 to 400 {ours} 240.0 ms, 20% below this." in tables.measured("05")
+    assert predicted == [f"{about} 2: 90 to 100 {ours} 192.0 ms, 92% above this range.", other]
+    assert f"{about} 2: 300 to 400 {ours} 240.0 ms, 20% below this range." in tables.measured("05")
     assert f"{about} 2: 59 to 61 {ours} 60.0 ms, as predicted." in tables.measured("10")
-    assert f"{about} 8: 98 {ours} 100.0 ms, 2% above this." in tables.measured("10")
+    assert f"{about} 8: 98 {ours} 100.0 ms, 2% above this range." in tables.measured("10")
     assert tables.measured("muon").strip() == "We have not measured the speed of this script yet."
     assert tables.measured("bf16").endswith(f"yet.\n\n{about} 2: 50.5 to 55 ms per step; not measured yet.\n")
     assert cells(tables.counts_of("bf16"))[3] == "GB moved | 42.0 | 32.0 | −23.8%"
