@@ -36,7 +36,7 @@ def numbered(rung, *options):
 
 
 def show(rung):
-    """Return a rung's docstring and diff. If stdout is a terminal, the diff is colored. Raises OSError or ValueError."""
+    """Return a rung's docstring and diff, in color if stdout is a terminal. Raises OSError or ValueError."""
     options = ["--color=never"]
     if sys.stdout.isatty():
         removed = re.findall(r"^@@ -\d+,(\d+)", code_diff(rung.before, rung.file, "-U0"), re.MULTILINE)
