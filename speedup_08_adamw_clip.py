@@ -2,7 +2,7 @@
 
 The values are from GPT-3 (Brown et al. 2020, appendix B). AdamW divides each update by the square root of a moving
 average of squared gradients. This average covers about 1 / (1 - beta2) steps: 1000 at PyTorch's default beta2 of 0.999,
-only 20 at 0.95. The shorter average adapts sooner. Weight decay rises from 0.01 to 0.1 for the 50 matrices and, as in
+only 20 at 0.95. The shorter average adapts faster. Weight decay rises from 0.01 to 0.1 for the 50 matrices and, as in
 GPT-1, falls to 0 for the 98 bias and LayerNorm tensors. If the norm of all gradients, taken as one vector, exceeds 1.0,
 clipping scales it down to 1.0, so that one unusual batch cannot dominate. The script prints the norm before clipping.
 

@@ -178,10 +178,10 @@ def compare(data):
     Each row has arrays with one value per seed. "times" are the median step times in ms, and "losses" are the final
     held-out losses. Both are infinite for runs that diverged. Each row is compared with its "other" row: the previous
     rung's or, with --max-lr, the row of the first script at its best rate. "differences" are the row's losses minus
-    the other row's losses. "steps" and "seconds" are what the row needs to reach the other row's losses. "gain" is the
-    speed-up: the time of all steps of the other row, divided by "seconds". If a loss is not reached, "steps" and
-    "seconds" are infinite, and "gain" is minus infinity. If a row is not compared with another row, the arrays of the
-    comparison are empty.
+    the other row's losses. "steps" and "seconds" are the numbers after which the runs reach the other row's losses.
+    "gain" is the speed-up: the time of all steps of the other row, divided by "seconds". If a loss is not reached,
+    "steps" and "seconds" are infinite, and "gain" is minus infinity. If a row is not compared with another row, the
+    arrays of the comparison are empty.
     """
     rows, last = [], data["settings"]["steps"]
     for script, max_lr in itertools.product(data["settings"]["scripts"], data["settings"]["max_lr"]):

@@ -86,7 +86,7 @@ def two_sizes(alt, folder, name):
 
 
 def picture(measured, folder):
-    """Return the picture of the front pages, and text about the speed-up."""
+    """Return the picture for the front pages, and a paragraph about the speed-up."""
     data = measured[0]
     base, ten, s = data.rows["baseline.py"], data.rows[TEN], data.settings
     gib = [row["peak_gib"] for row in (base, ten) if row["peak_gib"]]
