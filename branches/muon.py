@@ -154,7 +154,7 @@ ROOT = next((p for p in Path(__file__).resolve().parents if (p / "tokenizer").is
 
 
 class Muon(torch.optim.AdamW):
-    """Muon (Jordan et al. 2024) for parameter groups with a "momentum" key, AdamW for the others. PyTorch's own: torch.optim.Muon."""
+    """Muon (Jordan et al. 2024) for groups with a "momentum", AdamW for the others. PyTorch's own: torch.optim.Muon."""
 
     @torch.no_grad()
     def step(self):

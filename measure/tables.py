@@ -143,10 +143,9 @@ def ladder(data):
                 "lines of code": f"+{added} −{removed}" if rung.before else "",
             }
         )
-    old = " It is missing if one of the two has changed since then." if data.outdated(data.changed) else ""
-    return f"""{table(rows)}
-
-× is the speed-up over the previous rung when we measured it.{old} Rungs marked "on a GPU" do not speed up a CPU."""
+    said = "× is the speed-up over the previous rung when we measured it."
+    said += " It is missing if either has changed since then." * data.outdated(data.changed)
+    return f'{table(rows)}\n\n{said} Rungs marked "on a GPU" are not meant to speed up a CPU.'
 
 
 def speeds(published, steps):
