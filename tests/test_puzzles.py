@@ -71,7 +71,8 @@ def test_a_puzzle_from_the_list_to_the_answer(puzzle, project):
 def test_the_check_fails_as_planted_and_passes_for_another_right_solution(number, puzzle, project):
     puzzle(number)
     script = project / "puzzles" / number / place(number, FOUND[number]).name
-    assert puzzle(number, "--check") == (1, f"not solved; the symptom was: {FOUND[number]['puzzle']['symptom']}\n")
+    said = f"not solved; the symptom was: {FOUND[number]['puzzle']['symptom']}\n"
+    assert puzzle(number, "--check") == (1, f"{said}for a hint: make puzzle-{number} ARGS=--hint\n")
     if number in OTHER:
         text, (wrong, right) = script.read_text(), OTHER[number]
         assert text.count(wrong) == 1
