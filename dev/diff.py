@@ -5,7 +5,7 @@ script, without the docstrings.
 On a terminal, you get a colored word diff, or a colored line diff if the script replaces several adjacent lines.
 In a file or a pipe, you get a plain line diff.
 
-`make figures` calls diff(), colab() and the functions between them to generate parts of the pages and the notebooks.
+`make figures` calls the functions from diff() to colab() to generate parts of the pages and the notebooks.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def docstring(script):
 def numbered(rung, *options):
     """Return git's diff of a rung, without the docstrings and the lines before ---.
 
-    The line numbers are those of the files with their docstrings. Raises OSError or ValueError.
+    The line numbers are those of the complete files. Raises OSError or ValueError.
     """
     old, new = (docstring(script).count("\n") for script in (rung.before, rung.file))
 

@@ -1,4 +1,4 @@
-"""Read ladder.toml, split scripts into their docstring and code, and count the lines that each script changes."""
+"""Read ladder.toml, split scripts into docstring and code, and count the lines that each script changes."""
 
 import ast
 import importlib
@@ -80,13 +80,13 @@ def read_ladder():
 
 
 def find(number):
-    """Return the rung with a short name, such as 02, ddp or muon."""
+    """Return the rung with the given short name, such as 02, ddp or muon."""
     (rung,) = (rung for rung in read_ladder() if rung.number == number)
     return rung
 
 
 def short(script):
-    """Return a short name: 02 for speedup_02_tf32.py, ddp for ddp_run.py, and bf16 for branches/bf16_stream.py."""
+    """Return a script's short name: 02 for speedup_02_tf32.py, ddp for ddp_run.py, bf16 for branches/bf16_stream.py."""
     return Path(script).stem.removeprefix("speedup_").split("_")[0]
 
 
@@ -151,7 +151,7 @@ def code_diff(before, after, *options, root=ROOT):
 
 
 def changed_lines(before, after, root=ROOT):
-    """Return how many lines git counts as added and as removed between two scripts, without their docstrings."""
+    """Return git's counts of the lines added and removed between two scripts, without their docstrings."""
     printed = code_diff(before, after, "--numstat", root=root)
     added, removed = printed.split("\t")[:2] if printed else (0, 0)
     return int(added), int(removed)

@@ -1,4 +1,4 @@
-"""Carry an edit of one script into the scripts that build on it.
+"""Carry an edit to one script into the scripts that build on this script.
 
     python -m dev.propagate speedup_03_bf16.py            into every later file
     python -m dev.propagate --down speedup_03_bf16.py     into the earlier files as well

@@ -1,7 +1,7 @@
 """List the bug-finding puzzles, or begin, check or explain a puzzle:  python -m dev.puzzle 07   (make puzzle-07)
 
-A puzzle is a script with one planted mistake, and a description of its effect. The example above writes the script to
-puzzles/07/ and prints the description. `--check` tests whether you have fixed this script.
+A puzzle consists of a script with a planted mistake and a description of the mistake's effect. The example above writes
+the script to puzzles/07/ and prints the description. `--check` tests whether you have fixed this script.
 
 The puzzles are defined in the tables named `puzzle` in dev/mistakes.toml.
 """
@@ -22,7 +22,7 @@ PUZZLES = ROOT / "puzzles"
 
 
 def read_puzzles():
-    """Return {number: mistake} for the mistakes that are puzzles, sorted by number, such as "07"."""
+    """Return {number: mistake} for the mistakes that are puzzles, sorted by number (such as "07")."""
     mistakes = [mistake for group in read_toml("dev/mistakes.toml").values() for mistake in group]
     found = {f"{mistake['puzzle']['number']:02d}": mistake for mistake in mistakes if "puzzle" in mistake}
     return dict(sorted(found.items()))

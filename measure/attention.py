@@ -6,7 +6,7 @@ For each sequence length T, the table shows the time of the forward pass alone, 
 forward and backward passes together. Each time is the median of 3 interleaved rounds, followed by the lowest and the
 highest time. Speed-ups are relative to the unfused attention, which stores a score matrix that grows quadratically with
 T. FlashAttention (Dao et al. 2022) and similar kernels do not store the whole matrix at once. `make diff-06` shows how
-rung 06 calls them.
+rung 06 calls such kernels.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def peak_bytes(function, device):
 
 
 def bench(q, k, v):
-    """Return a DataFrame of text, a row per kind of attention."""
+    """Return a DataFrame of strings, with a row per kind of attention."""
     table, functions = {}, {}
     for kind, attention in ATTENTION.items():
         forward, both = passes(attention, q, k, v)

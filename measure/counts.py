@@ -14,7 +14,7 @@ What is counted:
 * Kernels: each operation that is not a view counts as one kernel. In practice, PyTorch launches two or three CUDA
   kernels for each sum over rows and for each LayerNorm backward pass. It launches several for each AdamW or clipping
   operation over all parameters.
-* Device: the steps run on the CPU but follow PyTorch's rules for CUDA. Under these rules, softmax runs in float32 under
+* Device: the steps run on the CPU but follow PyTorch's rules for CUDA. With these rules, softmax runs in float32 under
   autocast, and AdamW and clipping use one operation for all parameters. Inductor, the compiler behind torch.compile,
   schedules kernels for an A100 but does not pad matmuls.
 * Floor: the peaks and bandwidths in cards.toml come from data sheets. Nothing is fitted to measured step times. The
@@ -240,7 +240,7 @@ def run_fake(script, flags, mode, patches, cuda=True, environment=None):
 class Scheduled(BaseException):
     """Stops Inductor and holds the scheduled kernels.
 
-    It is a BaseException because Inductor would wrap an Exception.
+    It derives from BaseException because Inductor would wrap an Exception.
     """
 
 
@@ -249,8 +249,8 @@ def moved(node, graph):
 
     If Inductor counts a fused node as a whole, it counts every row of a lookup table. If it counts the operations of a
     node separately, it counts only the rows that are read. This function therefore uses the smaller count for each
-    buffer. For fused and external kernels, Inductor counts at most 10^9 elements per buffer. From B 20 on, at T 1024,
-    the logits exceed this limit, so their count is corrected here.
+    buffer. For fused and external kernels, Inductor counts at most 10^9 elements per buffer. At T 1024, the logits
+    exceed this limit from B 20 on, so this function corrects their count.
     """
     sizes, parts = node.get_read_write_buffer_accesses(True, True), node.get_nodes()
     for name, size in sizes.items():
@@ -305,7 +305,7 @@ def to_cuda(gm, inputs):
 def compiler(recorder, fullgraph, cuda=True):
     """Return a replacement for torch.nn.Module.compile.
 
-    With this replacement, each call of a compiled module records the kernels that Inductor would run. See
+    With this replacement, each call to a compiled module records the kernels that Inductor would run. See
     fake_compile() for `fullgraph`. If `cuda` is False, the modules are compiled for the CPU.
     """
     from torch._inductor import compile_fx

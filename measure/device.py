@@ -154,7 +154,7 @@ def seconds(stmt, device, min_run_time=0.1, **names):
 
 
 def memory_in_use(function):
-    """Run function() and return a list of (time in ns, bytes), the CPU memory in use after each change."""
+    """Run function() and return the CPU memory in use after each change, as a list of (time in ns, bytes)."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs every start and stop
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()

@@ -8,9 +8,9 @@ script's output, it prints one line of JSON, which `make ladder ARGS=--profile` 
     reserved_gib    the peak memory that PyTorch reserved, in GiB
     step            the kernels of the step of median length, which `make timeline` shows
 
-On a GPU, kernels are grouped by their names and by the operations that launched them. On a CPU, a kernel is a compiled
-function or an operation that computes something. A kernel includes the operations that it calls. Views and operations
-that only call other operations are not kernels.
+On a GPU, kernels are grouped by their names and by the operations that launched them. On a CPU, compiled functions
+and most operations count as kernels, and a kernel includes the operations that it calls. Views and operations that only
+call other operations are not kernels.
 
 The group "idle" is the time during which no kernel ran. On a CPU, this time is spent on Python code, operator dispatch
 and freeing memory.
@@ -101,8 +101,8 @@ def short(name):
 def kernels_of(events, gpu=False):
     """Return the kernels in a trace as a list of (start, duration, group, name), sorted by start, in microseconds.
 
-    The name of a GPU kernel starts with the operation that launched it. If the same call of this operation has already
-    launched a kernel, "+" precedes the name. Raises ValueError if a GPU's trace contains no kernels.
+    The name of a GPU kernel starts with the operation that launched it. If the same call has already launched a
+    kernel, "+" precedes the name. Raises ValueError if a GPU's trace contains no kernels.
     """
     operations = nested(event for event in events if event["cat"] in ("cpu_op", "user_annotation"))
     on_gpu = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]

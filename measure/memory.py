@@ -7,9 +7,9 @@ minute with GPT-2, and about two minutes with GPT-2 XL. The program covers all r
 
 What is predicted:
 * Eager scripts follow PyTorch's rules for CUDA or, with --device cpu, those for the CPU.
-* For compiled scripts, torch.compile generates CPU code, whose kernels are replaced by functions that do nothing. On a
-  GPU, the compiler can fuse a few more or fewer kernels than on a CPU.
-* --ranks N predicts the peak of one of the N processes of ddp_run.py and fsdp_run.py, with two micro-steps per step.
+* For compiled scripts, torch.compile generates CPU code, whose kernels are replaced by functions that do nothing. The
+  compiler can fuse operations slightly differently for a GPU.
+* --ranks N predicts the peak of rank 0 when ddp_run.py or fsdp_run.py runs on N ranks, with two micro-steps per step.
   PyTorch's fake process group replaces the other ranks. DDP cannot run on fake tensors, so the program only allocates
   DDP's gradient buckets, which together are as large as the gradients.
 * Not included: the CUDA context, cuBLAS workspaces, and fragmentation.

@@ -5,8 +5,8 @@
 
 Both loops use the batches, optimizer, clipping and learning-rate schedule of speedup_10_fused_adamw.py, and no dropout.
 They start from that rung's initial weights, except for the rows that pad the vocabulary, because transformers has no
-such rows. Their loss curves therefore match the rung's curve up to rounding. Each loop prints lines in the rung's
-format. On a machine with several GPUs, Trainer uses all GPUs in CUDA_VISIBLE_DEVICES.
+such rows. Their losses can therefore differ slightly from the rung's losses. Each loop prints lines in the rung's
+format. Trainer uses all visible GPUs (see CUDA_VISIBLE_DEVICES).
 """
 
 import argparse

@@ -156,7 +156,7 @@ def held_out(rows):
 
 
 def read(path):
-    """Return the rows of a log as dicts. Raises OSError, or ValueError if the file is not a log with losses."""
+    """Return the rows of a log as dicts. Raises OSError or, if the file is not a log with losses, ValueError."""
     lines, rows = Path(path).read_bytes().split(b"\n"), []
     for number, line in enumerate(lines, start=1):
         try:

@@ -10,8 +10,8 @@ For each rung, the table shows how many steps and seconds a run needs to reach t
 rung with the same seed. Losses between two evaluations are interpolated. The seconds are the number of steps times the
 run's median step time, so they exclude compilation.
 
-With --max-lr, each script runs at each of these peak learning rates, and each row is compared with the first script at
-its best rate. Runs that diverged are marked in the table. Each finished run is saved. To continue a stopped
+With --max-lr, each script runs at each given peak learning rate. Each row of the table is compared with the row of the
+first script at its best rate. Runs that diverged are marked. Each finished run is saved. To continue a stopped
 measurement, run the same command again.
 """
 
@@ -46,7 +46,7 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**27), "MALLOC_TRIM_THRESHOLD_": s
 
 
 def split(path, folder):
-    """Write the first nine tenths of a text and the rest into two files in a folder, and return their paths."""
+    """Write the first nine tenths and the rest of a text to two files in a folder, and return their paths."""
     text = Path(path).read_bytes()
     end = text.index(b"\n", len(text) * 9 // 10)
     training, held_out = Path(folder, "training.txt"), Path(folder, "held_out.txt")
@@ -130,7 +130,7 @@ def run(script, max_lr, seed, settings, cache):
 
 
 def measure(data, out):
-    """Execute the runs that are missing in `data`, one seed after the other, and save each run."""
+    """Execute the runs that are missing from `data`, one seed after the other, and save each run."""
     settings = data["settings"]
     rows = list(itertools.product(settings["scripts"], settings["max_lr"]))
     plan = [(*row, seed) for seed in range(settings["seeds"]) for row in (reversed(rows) if seed % 2 else rows)]
@@ -178,7 +178,7 @@ def compare(data):
     Each row has arrays with one value per seed. "times" are the median step times in ms, and "losses" are the final
     held-out losses. Both are infinite for runs that diverged. Each row is compared with its "other" row: the previous
     rung's or, with --max-lr, the row of the first script at its best rate. "differences" are the row's losses minus
-    the other row's losses. "steps" and "seconds" are the numbers after which the runs reach the other row's losses.
+    the other row's losses. "steps" and "seconds" are the steps and time that the runs need to reach those losses.
     "gain" is the speed-up: the time of all steps of the other row, divided by "seconds". If a loss is not reached,
     "steps" and "seconds" are infinite, and "gain" is minus infinity. If a row is not compared with another row, the
     arrays of the comparison are empty.

@@ -1,4 +1,4 @@
-"""Read and write runs.jsonl, the log of a measurement, and compute medians, ratios and shares of the peak from it.
+"""Read and write runs.jsonl, the log of a measurement, and compute medians, speed-ups and shares of measured peaks.
 
 Each finished run of a script is one line of JSON in results/<device>-<date>/runs.jsonl, with these keys:
 
@@ -16,7 +16,7 @@ Each finished run of a script is one line of JSON in results/<device>-<date>/run
     figures     results of a roof or a profile; otherwise null
     error       why the run failed, or null
 
-No value is computed from other values. If a run appears twice, the later line is used.
+No value is derived from other values in the log. If a run appears twice, the later line is used.
 """
 
 import datetime
@@ -106,18 +106,18 @@ def commit():
 
 
 def source(*files):
-    """Return a hash that changes if one of these files or input.txt changes."""
+    """Return a hash of the contents of these files and of input.txt."""
     return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in (*files, "input.txt"))).hexdigest()[:16]
 
 
 def now(days=0):
-    """Return the time in UTC, such as 2026-11-28T09:30:00+00:00, `days` days from now."""
+    """Return the UTC time `days` days from now, such as 2026-11-28T09:30:00+00:00."""
     time = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days)
     return time.isoformat(timespec="seconds")
 
 
 def options(flags):
-    """Return {"batch_size": 4, ...} as the words of a command line: --batch-size 4 ..."""
+    """Convert {"batch_size": 4, ...} to a list of command-line arguments: --batch-size 4 ..."""
     return [str(word) for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
@@ -127,7 +127,7 @@ def options(flags):
 def read(path):
     """Return the lines of a runs.jsonl as dicts. An incomplete last line, left by a killed process, is skipped.
 
-    Raises OSError, or ValueError if another line is not a run.
+    Raises OSError or, if another line is not a run, ValueError.
     """
     lines = []
     for number, text in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
@@ -141,7 +141,7 @@ def read(path):
 
 
 def append(path, line):
-    """Append a run to a runs.jsonl, after removing an incomplete last line that a killed process left."""
+    """Remove an incomplete last line, left by a killed process, from a runs.jsonl, and append a run."""
     with open(path, "ab+") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
@@ -301,7 +301,7 @@ def ratio(step_times, other, script):
 
 
 def load(folder):
-    """Return the Measurement in a folder. Raises OSError, or ValueError if it has no log of runs."""
+    """Return the Measurement in a folder. Raises OSError or, if the log is empty or invalid, ValueError."""
     path = Path(folder) / "runs.jsonl"
     if not (lines := read(path)):
         raise ValueError(f"{path}: no run has finished")

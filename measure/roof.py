@@ -4,9 +4,9 @@ This program prints the TFLOP/s of matmuls and the GB/s of a memory copy as JSON
 that the device supports, with the shapes of GPT-2's linear layers and one large square shape. For the copy, both the
 bytes read and the bytes written are counted. All inputs are random, because a kernel can run faster on zeros.
 
-In each round, torch.utils.benchmark measures the median time of a call. The device is synchronized before each reading
-of the clock. The result is the best of three rounds, because interference lowers the speed. On a GPU, the program first
-runs matmuls for 10 seconds, because a cold GPU runs at a higher clock than it can sustain during training.
+In each round, torch.utils.benchmark measures the median time of each operation. The device is synchronized before each
+reading of the clock. Each result is the best of three rounds, because interference lowers the speed. On a GPU, the
+program first runs matmuls for 10 seconds, because a cold GPU can exceed the clock that it sustains during training.
 """
 
 import argparse

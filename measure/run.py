@@ -104,7 +104,7 @@ def scripts(peers=False, branches=False, only=()):
 
 
 def command(script, flags):
-    """Return the arguments with which Python runs a script or a peer with these options."""
+    """Return Python's command-line arguments for running a script or a peer with these options."""
     words = ["-m", "measure.peers", PEERS[script][0]] if script in PEERS else [script]
     if script in {rung.file for rung in read_ladder() if rung.kind == "scale"}:
         # One micro-batch per optimizer step, as in the other scripts.
@@ -140,7 +140,7 @@ def plan(args):
 
 
 def execute_run(run, args, gpu, cache, on_step):
-    """Execute a run of the plan, and return the fields of its log line that this determines, as a dict.
+    """Execute a run of the plan, and return the resulting fields of its log line as a dict.
 
     These include the settings, with the precision that the device could use.
     """
@@ -245,7 +245,7 @@ def fail_if_all_failed(lines):
 
 
 def run_missing(todo, lines, folder, args, about, gpu):
-    """Execute the runs that are missing in `lines`, and append the line of each run to the log and to `lines`.
+    """Execute the runs that are missing from `lines`, and append the line of each run to the log and to `lines`.
 
     `about` contains the keys that are the same in all lines. Raises OSError if the log cannot be written, and
     RuntimeError if every script fails.
@@ -308,7 +308,7 @@ def arguments():
 
 
 def describe_host(args):
-    """Return (the host, its NVML handle or None), and hide the GPUs that are not measured."""
+    """Return (the host, the GPU's NVML handle or None), and hide the other GPUs."""
     host = ask("device", *(["--device", args.device] if args.device else []))
     if host["device"].startswith("cuda"):  # transformers.Trainer uses all visible GPUs
         seen, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(host["device"].partition(":")[2] or 0)

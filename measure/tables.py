@@ -6,12 +6,12 @@
 
 Comments in the pages contain calls to part(), counts_of(), measured() and pretrained(). `make figures` runs cog, which
 writes the result of each call, in Markdown, below the call. The Markdown is computed from ladder.toml, the scripts and
-results/. The pages show the latest measurement of each device and model, GPUs first. A measurement of only some scripts
-appears only in docs/pages/results.md and on the pages of these scripts. --plots also deletes all other SVG files in
+results/. The pages show the latest measurement of each device and model, GPUs first. An incomplete measurement
+appears only in docs/pages/results.md and on the pages of its scripts. --plots also deletes all other SVG files in
 docs/pages/img/.
 
-With two folders, the table compares the scripts that were measured in both. If the interquartile ranges of a script
-overlap, the difference may be noise.
+With two folders, the table compares the scripts that were measured in both. If the two interquartile ranges of
+a script overlap, the difference in step time may be noise.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def gain(row):
 
 
 def fastest(data):
-    """Return sentences with our highest speed of rung 10 on a GPU and the highest public speed.
+    """Return sentences with our highest speed of rung 10 and the highest public speed on the GPU of `data`.
 
     If either is unknown, return "".
     """
@@ -460,7 +460,7 @@ def latest(script, prediction):
 
 
 def outcome(script, prediction):
-    """Return how the latest measurement of a script compares with a prediction."""
+    """Describe how the latest measurement of a script compares with a prediction."""
     (low, high), ms = prediction["ms"][script], latest(script, prediction)
     if not ms:
         return "not measured yet"

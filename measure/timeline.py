@@ -2,7 +2,7 @@
 
 `make ladder ARGS=--profile` writes the kernels of one step of each script to kernels.json, next to the log. This
 program reads the file and draws the step of one script. It also prints a table of the 20 kernels that take the most
-time, with the FLOPs and bytes that measure/counts.py counts for each kernel. Calls of the same kernel with the same
+time, with the FLOPs and bytes that measure/counts.py counts for each kernel. Calls to the same kernel with the same
 counts share a row. The floor of a kernel is an estimated lower bound on its time (see measure/counts.py), computed from
 the measured peaks of the device. A kernel that takes much longer than its floor may be worth optimizing. By default,
 the program reads the latest measurement of the script.
@@ -83,9 +83,9 @@ def calls(step):
 def parts(step, start, end, count):
     """Divide the time from start to end, in microseconds, into `count` equal parts and return the group of each.
 
-    Each part shows the group that has the most time not yet shown. Kernels that are shorter than a part are thus
-    merged, but each group keeps its share of the time. While two kernels overlap, only the kernel that started first is
-    counted.
+    Each part shows the group with the most time that has not been shown yet. Kernels shorter than a part are thus
+    merged, but each group roughly keeps its share of the time. While two kernels overlap, only the first to
+    start is counted.
     """
     edges, reached = np.linspace(start, end, count + 1), start
     time = np.zeros((len(KINDS), count))
@@ -205,7 +205,7 @@ def column(axes, step, start, end, span, wide=True):
 def layer_times(step, layers):
     """Return ((start, end) of the forward pass, (start, end) of the backward pass) of one layer, in microseconds.
 
-    The layer is the one of median length among all layers but the first. A layer has four matmuls in the forward pass
+    It is the layer of median duration among all layers except the first. A layer has four matmuls in the forward pass
     and eight in the backward pass. The head has one in the forward pass and two in the backward pass. A pass lasts from
     the end of the last matmul before the layer to the end of the layer's last matmul. Returns None if the step has a
     different number of matmuls.
@@ -318,7 +318,7 @@ def slowest(step, counted, card=None):
 
 
 def newest(script):
-    """Return the folder of the latest measurement that has the kernels of the script. Raises ValueError if none has."""
+    """Return the folder of the latest measurement with the kernels of the script. Raises ValueError if none exists."""
     folders = [path.parent for path in (ROOT / "results").glob("*/kernels.json") if script in read(path.parent)]
     if not folders:
         raise ValueError(f"no measurement in results/ has the kernels of {script}: run make ladder ARGS=--profile")

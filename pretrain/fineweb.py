@@ -43,7 +43,7 @@ class DataError(ValueError):
 
 
 class Shard:
-    """A file of uint16 tokens that supports len() and slicing. Raises DataError if it is damaged or not a shard."""
+    """The uint16 tokens of a shard, with len() and slicing. Raises DataError if the file is damaged or not a shard."""
 
     def __init__(self, path):
         self.path = Path(path)
@@ -138,7 +138,7 @@ def rows_of(file, name, columns):
         return iter(json.loads(file.read())) if is_array else (json.loads(line) for line in file if line.strip())
     if kind == "text":
         return iter([{column: file.read().decode("utf-8") for column in columns}])
-    raise ValueError(f"not one of {', '.join(KINDS)}")
+    raise ValueError(f"the extension is not one of {', '.join(KINDS)}")
 
 
 def read_rows(files, columns, start=(0, 0)):
@@ -229,7 +229,7 @@ def write(args, done):
 
 
 def begin(args):
-    """Return the progress of the run in args.out. Raises OSError, or ValueError if its files or settings differ."""
+    """Return the progress of the run in args.out. Raises OSError, or ValueError if another run wrote to args.out."""
     source = vars(args) | {"out": None, "files": [[file, os.path.getsize(file)] for file in args.files]}
     done = {"source": source, "shards": 0, "tokens": 0, "start": [0, 0], "skip": 0, "left_out": 0, "end": False}
     shards, progress = [Shard(path) for path in sorted(args.out.glob("*.bin"))], args.out / "progress.json"

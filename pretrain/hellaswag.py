@@ -55,8 +55,8 @@ def count_right(model, examples, batch_tokens, device, rank=0, world_size=1):
     """Return three counts: correct answers by summed score, correct answers by mean score, and all examples.
 
     Each rank evaluates and counts only every world_size-th example. All batches have the same shape, so
-    torch.compile compiles only once. Each row has room for the longest text, up to the model's block_size, and a
-    batch has about `batch_tokens` tokens.
+    torch.compile compiles only once. Each row has room for the longest text, up to the model's block_size. A batch
+    has about `batch_tokens` tokens.
     """
     if not examples:
         return 0, 0, 0

@@ -25,7 +25,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
     args = parser.parse_args()
     if min(args.tokens, args.samples, args.top_k) < 1 or not 0 <= args.seed < 2**64:
-        parser.error("need at least 1 for --tokens, --samples and --top-k, and 0 to 2**64 - 1 for --seed")
+        parser.error("--tokens, --samples and --top-k must be at least 1, and --seed must be from 0 to 2**64 - 1")
     if not (args.temperature == 0 or args.temperature >= 1e-3) or not 0 < args.top_p <= 1:
         parser.error("--temperature must be 0 or at least 0.001, and --top-p must be above 0 and at most 1")
     if sys.stdout is None:
