@@ -1,7 +1,7 @@
 """GPT-2 (124M) trained in plain float32: the start of the ladder.
 
 The output head and the token embedding are separate matrices, so there are 163,037,184 parameters in all. The loss
-starts near 11; that of a uniform guess is ln(50257) = 10.82. Each speedup_NN_*.py adds ONE idea to the previous script.
+starts near 11; a uniform guess gives ln(50257) = 10.82. Each speedup_NN_*.py adds ONE idea to the previous script.
 
     python baseline.py    trains GPT-2 on a GPU, or the small model nano on a CPU, for 50 steps; --help lists options
 """

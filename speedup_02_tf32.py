@@ -7,7 +7,7 @@ spent moving data. On an H200 at B 16, a step took 368.8 ms before this change a
 
 When it does not help: on GeForce RTX 30, 40 and 50 GPUs, the gain may be small. According to NVIDIA, they have the same
 peak in TF32 and in float32. This script prints a message and uses float32 on NVIDIA GPUs below compute capability 8.0,
-on Apple and Intel GPUs, and on CPUs. AMD GPUs pass its check, but we have not run the script on an AMD GPU.
+on Apple and Intel GPUs, and on CPUs. AMD GPUs pass the script's check, but we have not run it on one.
 
     make diff-02    shows what this file changes
 """

@@ -9,7 +9,7 @@ On an H200 at B 16, a step took 157.1 ms before this change and 142.3 ms after i
 
 When it does not help: without bf16 instructions, bf16 is emulated and slow. This script uses bf16 on NVIDIA GPUs from
 compute capability 8.0, on all AMD GPUs, and on x86 CPUs with AVX512_BF16, which all CPUs with AMX have. On other
-devices, including ARM CPUs, which we have not measured, it prints a message and keeps rung 02's precision.
+devices, including ARM CPUs (not measured), the script prints a message and keeps rung 02's precision.
 
     make diff-03    shows what this file changes
 """

@@ -1,9 +1,9 @@
 """Rung 04, residual init (quality): layers that write to the residual stream start with smaller weights.
 
 Each block adds two outputs to the residual stream. The variances of all 2 * n_layer outputs add up, so the values in
-the stream grow with the depth of the model. To prevent this, GPT-2 divides the initial weights of the layers that write
-to the stream by sqrt(2 * n_layer) (Radford et al. 2019, section 2.3). With 12 layers, their standard deviation starts
-at 0.02 / sqrt(24), about 0.004. After 100 steps of nano on a CPU, the held-out loss was 0.025 lower than with rung 03.
+the stream grow with the model's depth. To prevent this, GPT-2 divides the initial weights of the layers that write to
+the stream by sqrt(2 * n_layer) (Radford et al. 2019, section 2.3). With 12 layers, their standard deviation becomes
+0.02 / sqrt(24), about 0.004. After 100 steps of nano on a CPU, the held-out loss was 0.025 lower than with rung 03.
 
 When it does not help: with --init-from, the change has no effect, because the loaded weights replace the initial
 weights. The change does not reduce the step time.

@@ -1,11 +1,11 @@
 """Rung 07, vocabulary padding (speed): the vocabulary has 50304 tokens instead of 50257.
 
 The model's largest matmul computes the logits (B * T, vocab_size). Matmul kernels are fastest when every row starts at
-an address that is a multiple of 16 bytes. A row of 50257 bf16 numbers takes 100,514 bytes, not a multiple of 16, so the
-matmul may need a slower kernel. Any vocabulary size divisible by 8 aligns the rows; 50304 = 393 * 128 also fills tiles
-that are 128 columns wide. The 47 extra tokens do not occur in the text, so the model learns to give them almost no
-probability. Initialization draws more random numbers than in rung 06, so most initial weights and the losses differ.
-On an H200 at B 16, a step took 37.8 ms before this change and 36.5 ms after it.
+an address that is a multiple of 16 bytes. A row of 50257 bf16 numbers takes 100,514 bytes, which is not a multiple of
+16, so the matmul may need a slower kernel. Any vocabulary size divisible by 8 aligns the rows; 50304 = 393 * 128 also
+fills tiles that are 128 columns wide. The 47 extra tokens do not occur in the text, so the model learns to give them
+almost no probability. Initialization draws more random numbers, so most initial weights and the losses differ from rung
+06's. On an H200 at B 16, a step took 37.8 ms before this change and 36.5 ms after it.
 
 When it does not help: if the compiler (rung 05) pads the matmul itself, the gain may be small. The penalty for
 unaligned rows is also smaller in newer versions of cuBLAS.

@@ -4,10 +4,10 @@ The values are from GPT-3 (Brown et al. 2020, appendix B). AdamW divides each up
 average of squared gradients. This average covers about 1 / (1 - beta2) steps: 1000 at PyTorch's default beta2 of 0.999,
 only 20 at 0.95. The shorter average adapts faster. Weight decay rises from 0.01 to 0.1 for the 50 matrices and, as in
 GPT-1, falls to 0 for the 98 bias and LayerNorm tensors. If the norm of all gradients, taken as one vector, exceeds 1.0,
-clipping scales it down to 1.0, so that one unusual batch cannot dominate. The script prints the norm before clipping.
+clipping scales them to norm 1.0, so that one unusual batch cannot dominate. The script prints the norm before clipping.
 
-When it does not help: if speed is the goal. With nano on a CPU, the norm exceeds 1.0 in all 50 steps, so clipping
-always scales it to 1.0. This hardly changes AdamW's updates, because AdamW divides out the scale of the gradients.
+When it does not help: the change does not reduce the step time. With nano on a CPU, the norm exceeds 1.0 in all 50
+steps, so every step is clipped. This hardly changes AdamW's updates, because AdamW divides out the gradients' scale.
 
     make diff-08    shows what this file changes
 """

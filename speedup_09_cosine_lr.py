@@ -1,10 +1,10 @@
 """Rung 09, learning-rate schedule (quality): a linear warm-up to twice rung 08's rate, then a cosine decay.
 
 In the first steps, AdamW's moments are noisy because they cover few gradients. The learning rate therefore starts low
-and rises over 10 steps. The warm-up allows a peak of 6e-4 instead of 3e-4. A lower loss is due to both the rate and the
-schedule. The cosine then lowers the rate to a tenth of the peak. With smaller updates, the batches' noise averages out.
+and rises over 10 steps. The warm-up allows a peak of 6e-4 instead of 3e-4. The cosine then lowers the rate to a tenth
+of the peak. With smaller updates, batch noise averages out. A lower loss may be due to the rate, the schedule or both.
 
-When it does not help: if speed is the goal. The rate depends on --steps, so the loss at a given step does, too.
+When it does not help: the change does not reduce the step time. The rate and thus a step's loss depend on --steps.
 
     make diff-09    shows what this file changes
 """

@@ -5,8 +5,8 @@ stores only the block's input: 50 MB per block at B 16 and T 1024 (16 x 1024 x 7
 pass, the tensors inside each block are computed again (Chen et al. 2016), which adds about 16% to the FLOPs of a step.
 The freed memory allows a larger batch or a larger model.
 
-When it does not help: if the batch fits without it, or if the logits (fused_loss.py) or the weights, gradients and
-moments (fsdp_run.py) take most of the memory.
+When it does not help: if the batch already fits, or if the logits (fused_loss.py) or the weights, gradients and moments
+(fsdp_run.py) take most of the memory.
 
     make diff-activation    shows what this file changes
 """

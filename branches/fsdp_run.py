@@ -1,7 +1,7 @@
 """FSDP2 (scale): for a model whose weights, gradients and optimizer state do not all fit on one GPU.
 
-Each rank keeps one shard of the weights, the gradients and AdamW's two moments. These four float32 values
-take 16 bytes per parameter, so each of N ranks stores 16 / N bytes per parameter. Before the ranks run a block, they
+Each rank keeps one shard of the weights, the gradients and AdamW's two moments. These are four float32 values, or 16
+bytes, per parameter, so each of N ranks stores 16 / N bytes per parameter. Before the ranks run a block, they
 all-gather its weights (ZeRO, Rajbhandari et al. 2020). Activations are not sharded.
 
 When it does not help: if the model fits on one GPU, DDP communicates less. FSDP2 all-gathers weights and

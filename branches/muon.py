@@ -1,13 +1,13 @@
-"""Muon (quality): the updates of the matrices have singular values near 1, so the loss falls in fewer steps.
+"""Muon (quality): the updates of the matrices have singular values near 1, to reach the same loss in fewer steps.
 
 A gradient changes a matrix mostly along a few directions, because a few singular values of the gradient are much larger
 than the others. Muon (Jordan et al. 2024) keeps the directions of the gradient's running mean but makes all singular
-values about 1. The factor 0.2 * sqrt(longer side) of Liu et al. 2025 then gives the update about the size of AdamW's,
+values about 1. The factor 0.2 * sqrt(longer side) of Liu et al. 2025 then makes the update about as large as AdamW's,
 so one learning rate, six times rung 10's, serves both optimizers. AdamW still updates embeddings, biases and
-LayerNorms. Muon's advantage is that it tolerates this high rate. Muon stores one moment per weight instead of two.
+LayerNorms. Muon stores one moment per weight instead of two.
 
-When it does not help: with a small batch, Muon makes each step longer. Its matmuls add 12% to GPT-2's FLOPs at B 16 and
-T 1024, and 0.4% at 524,288 tokens per step. Each update also needs about 2,250 small kernels on a GPU.
+When it does not help: with a small batch, Muon's matmuls take a larger share of a step. They add 12% to GPT-2's FLOPs
+at B 16 and T 1024, and 0.4% at 524,288 tokens per step. Each update also needs about 2,250 small kernels on a GPU.
 
     make diff-muon    shows what this file changes
 """

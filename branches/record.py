@@ -1,10 +1,10 @@
 """Record attempt (speed): the bf16 residual stream, the fused loss and the queued steps in one script.
 
-Read bf16_stream.py, fused_loss.py and queued_steps.py first: this script is rung 10 with their three diffs. The savings
-should add up: fewer bytes in the blocks, fewer bytes in the loss, and less idle time. A step at B 16 moves 49.8 GB
-instead of 57.5 GB. We predict 28.7 to 30.2 ms on an H200, where rung 10 takes 34.5 ms.
+Read bf16_stream.py, fused_loss.py and queued_steps.py first: this script applies their three diffs to rung 10. The
+savings should add up: fewer bytes in the blocks, fewer bytes in the loss, and less idle time. A step at B 16 moves
+49.8 GB instead of 57.5 GB. We predict 28.7 to 30.2 ms per step on an H200, where rung 10 takes 34.5 ms.
 
-When it does not help: the limits of all three scripts apply. For example, a gradient scaler cannot be used.
+When it does not help: the limitations of all three scripts apply.
 
     make diff-record    shows what this file changes
 """

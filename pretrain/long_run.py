@@ -1,9 +1,9 @@
 """A long unattended run: ddp_run.py plus checkpoints, --resume, signal handling and a log.
 
 If a run is killed, --resume continues from the latest checkpoint. On a CPU with one or two ranks, the losses then match
-the losses of an uninterrupted run to the last digit. A checkpoint contains the step, the position in the text, and
-three float32 numbers per parameter: its value and AdamW's two moments. With 124M parameters, a checkpoint takes 1.5 GB.
-After Ctrl-C, SIGTERM or SIGHUP, a run with checkpoints finishes the current step, saves a checkpoint and exits.
+those of an uninterrupted run to the last digit. A checkpoint contains the step, the position in the text, and three
+float32 numbers per parameter: its value and AdamW's two moments. With 124M parameters, a checkpoint takes 1.5 GB. After
+Ctrl-C, SIGTERM or SIGHUP, a run with checkpoints finishes the current step, saves a checkpoint and exits.
 
 When it does not help: if a run takes only a few minutes, you can repeat it. Checkpoints do not reduce the step time.
 
