@@ -1,7 +1,7 @@
 """Queued steps (speed): Python waits for the GPU only once in ten steps, so that the GPU need not wait for Python.
 
 Rung 10 waits for the GPU in each step, to read the clock and the loss. The GPU then has nothing to do until Python has
-fetched the next batch and launched the first kernels. In a profile on an H200 at B 16, no kernel runs during 3.4 ms of
+fetched the next batch and launched the first kernels. In a profile on an H200 at B 16, no kernel runs for 3.4 ms of
 a step. Here, Python reads the clock and the losses once in ten steps (and after step 0, which includes compilation). In
 between, it queues the next step while the GPU is still computing. The batch is pinned, because a copy from ordinary
 memory would wait for the GPU. Each step still prints a line, whose dt is the mean step time since the last read.

@@ -113,7 +113,7 @@ def test_the_numbers_in_docstrings_and_the_sizes_beside_the_models_are_right():
     fp16: ({t4["fp16"]} and {t4["float32"]} TFLOP/s) ... by {scale:.0f}
     bf16: moves {stream:.1f} GB instead of {ten:.1f} GB ... only {bf16 + 1} significant bits
     fused: moves {loss_fused:.1f} GB ... move {loss:.1f} GB ... the loss by {scale:.0f}
-    queued: during {h200["profile"]["groups_ms"]["idle"]:.1f} ms
+    queued: for {h200["profile"]["groups_ms"]["idle"]:.1f} ms
     record: moves {record:.1f} GB instead of {ten:.1f} GB ... {low} to {high} ms ... takes {h200["median_ms"]:.1f} ms
     activation: {16 * 1024 * 768 * 4 / 1e6:.0f} MB per block"""
     texts = {rung.number: " ".join(ast.get_docstring(ast.parse(source(rung.file))).split()) for rung in RUNGS.values()}
