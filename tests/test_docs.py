@@ -134,7 +134,7 @@ def test_times_and_memory_in_sentences_and_arithmetic_are_the_measured_ones():
     batches = {(b["batch_size"], b["compile_mode"]): b["median_ms"] for b in second.batches}
     rate = max(b["tokens_per_s"] for b in second.batches if b["compile_mode"] == "default")
     record = (PAGES[0].parent / "rungs" / "record.md").read_text(encoding="utf-8")
-    assert f"rung 10 runs {rate:,.0f} tokens per second at B 64" in record
+    assert f"{rate:,.0f} tokens per second at B 64" in " ".join(record.split())
     pretrain = (PAGES[0].parent / "pretrain.md").read_text(encoding="utf-8")
     assert (
         pretrain.count(f"{rate:,.0f} tokens per second") == 1 and pretrain.count(f"10,000,000,000 / {rate:,.0f}") == 3
