@@ -2,7 +2,7 @@
 
 In the first steps, AdamW's moments are noisy because they cover few gradients. The learning rate therefore starts low
 and rises over 10 steps. The warm-up allows a peak of 6e-4 instead of 3e-4. The cosine then lowers the rate to a tenth
-of the peak. With smaller updates, batch noise averages out. A lower loss may be due to the rate, the schedule or both.
+of the peak. Smaller updates reduce the effect of gradient noise. A lower loss may be due to the rate or the schedule.
 
 When it does not help: the change does not reduce the step time. The rate and thus a step's loss depend on --steps.
 

@@ -191,7 +191,8 @@ def run_fake(script, flags, mode, patches, cuda=True, environment=None):
 
     `script` may include arguments, separated by spaces. `patches` maps full names, such as torch.nn.Module.compile, to
     replacements. `environment` contains additional environment variables. The script always runs on the CPU. If
-    `cuda` is True, PyTorch makes the choices that it would make on a GPU. Raises SystemExit for a rejected option.
+    `cuda` is True, patches select the code that PyTorch would use on a GPU, such as a float32 softmax under autocast.
+    Raises SystemExit for a rejected option.
     """
     softmax, from_numpy, fake = torch.nn.functional.softmax, torch.from_numpy, FakeTensorMode()
     capabilities = {**torch.cpu.get_capabilities(), "avx512_bf16": True}  # on a CPU, the rungs need this for bf16
@@ -354,7 +355,7 @@ def compiler(recorder, fullgraph, cuda=True):
 def step(rung, model, batch_size, seq_len, cuda=True):
     """Return the kernels of a rung's second step, in order.
 
-    If `cuda` is True, PyTorch makes the choices that it would make on a CUDA GPU.
+    If `cuda` is True, patches select the code that PyTorch would use on a GPU.
     """
     recorder, steps = Recorder("float32" if rung.precision == "float32" else "tf32"), []
 

@@ -248,8 +248,8 @@ def conditions(data):
 def start(out, settings):
     """Return the measurement in the file `out`, or a new measurement if the file does not exist.
 
-    Raises ValueError if the file has different settings, or if the scripts, the device or PyTorch have changed since it
-    was written.
+    Raises ValueError if the file has different settings, or if the scripts, the device or the PyTorch version has
+    changed since it was written.
     """
     machine = ask("device", *(["--device", settings["device"]] if settings["device"] else []))
     data = {

@@ -99,8 +99,8 @@ def picture(measured, folder):
     memory = f", and cut its peak memory from {gib[0]:.2f} to {gib[1]:.2f} GiB" if len(gib) == 2 else ""
     said = f"""**What you gain**: on an {data.host["name"]}, rungs 01 to 10 make `{s["model"]}` {gain(ten)} as fast at
         batch size (B) {s["batch_size"]}, {speeds}{memory} ({data.finished[:10]}, torch {data.host["torch"]}{since}).
-        A speed-up is the ratio of two runs in the same pass over the scripts, or the median of such ratios, so it can
-        differ from the ratio of the tokens/s.
+        Each speed-up is the median of the ratios within a pass (one run of every script), so it can differ from the
+        ratio of the tokens/s.
         {fastest(data)}"""
     for one in [one for one in measured[1:2] if one.cpu]:
         small = f"the small model `{one.settings['model']}`"

@@ -172,7 +172,7 @@ class Output(io.TextIOBase):
 
 
 def catch_signals(alone):
-    """Return a list that collects signals: Ctrl-C, SIGTERM, SIGHUP from a closed terminal, and failed output.
+    """Install signal handlers, and return the list to which they add Ctrl-C, SIGTERM, SIGHUP and failed output.
 
     Signals that are ignored, such as SIGHUP under nohup, stay ignored. If the run is one process (`alone`), the first
     Ctrl-C prints a message, and the second raises KeyboardInterrupt. Under torchrun, neither happens, because one
